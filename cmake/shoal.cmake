@@ -1,0 +1,101 @@
+# The naming rules of the tree, in one place.
+#
+#   shoal_layer(base SOURCES error.cpp ... TESTS base_test.cpp DEPS ...)   a folder of shoal/
+#   shoal_op(rms_norm DEPS ...)                                            a folder of shoal/ops/
+#
+# Each becomes a static library shoal_<name>; the library `shoal` is made of all their objects.
+
+# Flags of every target of ours. Contraction of a*b+c is off: where a fused operation is wanted it is written, so that every
+# tile shape of a kernel rounds alike.
+add_library(shoal_flags INTERFACE)
+target_include_directories(shoal_flags INTERFACE ${PROJECT_SOURCE_DIR})
+target_compile_options(shoal_flags INTERFACE -Wall -Wextra -Wpedantic $<$<CXX_COMPILER_ID:GNU>:-Wshadow=local> -Wconversion -Wno-sign-conversion
+  -ffp-contract=off -fno-math-errno -fvisibility-inlines-hidden)
+if(SHOAL_WERROR)
+  target_compile_options(shoal_flags INTERFACE -Werror)
+endif()
+target_link_libraries(shoal_flags INTERFACE Threads::Threads)
+
+set(SHOAL_ISAS scalar)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(SHOAL_ISAS scalar avx2 avx512)
+  target_compile_definitions(shoal_flags INTERFACE SHOAL_HAVE_X86_ISAS=1)
+endif()
+set(SHOAL_FLAGS_scalar "")
+set(SHOAL_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(SHOAL_FLAGS_avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16)
+
+set_property(GLOBAL PROPERTY SHOAL_LIBRARIES "")
+
+# Sources that are compiled once per instruction set, each into the namespace SHOAL_ISA (cpu_scalar, cpu_avx2, cpu_avx512).
+function(shoal_isa_sources target)
+  foreach(source ${ARGN})
+    get_filename_component(stem ${source} NAME_WE)
+    foreach(isa ${SHOAL_ISAS})
+      set(object ${stem}_${isa})
+      add_library(${object} OBJECT ${source})
+      string(TOUPPER ${isa} upper)
+      target_compile_definitions(${object} PRIVATE SHOAL_ISA=cpu_${isa} SHOAL_ISA_${upper}=1)
+      target_compile_options(${object} PRIVATE ${SHOAL_FLAGS_${isa}})
+      target_link_libraries(${object} PRIVATE shoal_flags)
+      target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
+    endforeach()
+  endforeach()
+endfunction()
+
+function(shoal_test name)
+  cmake_parse_arguments(arg "" "" "SOURCES;DEPS" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE ${arg_DEPS} shoal_testkit GTest::gtest GTest::gtest_main)
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 300)
+endfunction()
+
+function(shoal_library name)
+  cmake_parse_arguments(arg "" "" "SOURCES;ISA_SOURCES;TESTS;BENCHES;DEPS" ${ARGN})
+  set(library shoal_${name})
+  list(TRANSFORM arg_DEPS PREPEND shoal_)
+  add_library(${library} STATIC ${arg_SOURCES})
+  target_link_libraries(${library} PUBLIC shoal_flags ${arg_DEPS})
+  shoal_isa_sources(${library} ${arg_ISA_SOURCES})
+  set_property(GLOBAL APPEND PROPERTY SHOAL_LIBRARIES ${library})
+  if(SHOAL_TESTS AND arg_TESTS)
+    shoal_test(${name}_test SOURCES ${arg_TESTS} DEPS ${library})
+  endif()
+  if(SHOAL_BENCH)
+    foreach(source ${arg_BENCHES})
+      get_filename_component(bench ${source} NAME_WE)
+      add_executable(${bench} ${source})
+      target_link_libraries(${bench} PRIVATE ${library} shoal_testkit)
+    endforeach()
+  endif()
+endfunction()
+
+function(shoal_layer name)
+  shoal_library(${name} ${ARGN})
+endfunction()
+
+# An operator's folder by the fixed file names of the style guide; what it does not have, it lacks.
+function(shoal_op name)
+  cmake_parse_arguments(arg "" "" "DEPS;EXTRA" ${ARGN})
+  foreach(kind SOURCES ISA_SOURCES TESTS BENCHES)
+    set(${kind} "")
+  endforeach()
+  foreach(file ${name}.cpp ${name}_ref.cpp)
+    if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/${name}/${file})
+      list(APPEND SOURCES ${name}/${file})
+    endif()
+  endforeach()
+  foreach(pair ISA_SOURCES:_cpu TESTS:_test BENCHES:_bench)
+    string(REPLACE ":" ";" pair ${pair})
+    list(GET pair 0 kind)
+    list(GET pair 1 suffix)
+    if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/${name}/${name}${suffix}.cpp)
+      list(APPEND ${kind} ${name}/${name}${suffix}.cpp)
+    endif()
+  endforeach()
+  foreach(file ${arg_EXTRA})
+    list(APPEND SOURCES ${name}/${file})
+  endforeach()
+  shoal_library(${name} SOURCES ${SOURCES} ISA_SOURCES ${ISA_SOURCES} TESTS ${TESTS} BENCHES ${BENCHES}
+    DEPS base tensor quant cpu ${arg_DEPS})
+endfunction()

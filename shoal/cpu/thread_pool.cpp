@@ -1,0 +1,118 @@
+#include "shoal/cpu/thread_pool.h"
+
+#include <algorithm>
+
+#include "shoal/base/checked.h"
+#include "shoal/base/error.h"
+
+namespace shoal::cpu {
+namespace {
+
+constexpr int kSpins =
+    20000;  // about 100 us of pause instructions: longer than the gaps between the operators of a step
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) {
+  require(num_threads >= 0 && num_threads <= 1024, "threads must be 0 (all) to 1024, not ", num_threads);
+  const int count = num_threads > 0 ? num_threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  workers_.reserve(static_cast<size_t>(count - 1));
+  for (int thread_idx = 1; thread_idx < count; ++thread_idx) {
+    workers_.emplace_back([this, thread_idx] { work(thread_idx); });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_.store(true);
+    generation_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) {
+    worker.join();
+  }
+}
+
+void ThreadPool::run(int64_t count, int64_t grain, Call call, void* body) {
+  if (count <= 0) {
+    return;
+  }
+  const int64_t step = std::max<int64_t>(grain, 1);
+  const int64_t chunk = round_up(ceil_div(count, static_cast<int64_t>(num_threads())), step);
+  if (workers_.empty() || chunk >= count) {
+    call(body, 0, count, 0);
+    return;
+  }
+  job_ = {call, body, count, chunk};
+  num_pending_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+  bool wake = false;
+  {
+    // The lock orders this store against a worker that is about to sleep.
+    const std::lock_guard lock(mutex_);
+    generation_.fetch_add(1, std::memory_order_release);
+    wake = num_sleeping_ > 0;
+  }
+  if (wake) {
+    wake_.notify_all();
+  }
+  run_range(job_, 0);
+  for (int spin = 0; num_pending_.load(std::memory_order_acquire) != 0; ++spin) {
+    spin < kSpins ? pause() : std::this_thread::yield();
+  }
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    std::swap(error, error_);
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+void ThreadPool::work(int thread_idx) {
+  uint64_t seen = 0;
+  while (true) {
+    int spin = 0;
+    while (generation_.load(std::memory_order_acquire) == seen && spin < kSpins) {
+      pause();
+      ++spin;
+    }
+    if (generation_.load(std::memory_order_acquire) == seen) {
+      std::unique_lock lock(mutex_);
+      ++num_sleeping_;
+      wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+      --num_sleeping_;
+    }
+    ++seen;  // a new generation starts only after every worker finished the last
+    if (stop_.load()) {
+      return;
+    }
+    run_range(job_, thread_idx);
+    num_pending_.fetch_sub(1, std::memory_order_acq_rel);
+  }
+}
+
+void ThreadPool::run_range(const Job& job, int thread_idx) {
+  const int64_t begin = std::min(job.count, job.chunk * thread_idx);
+  const int64_t end = std::min(job.count, begin + job.chunk);
+  if (begin >= end) {
+    return;
+  }
+  try {
+    job.call(job.body, begin, end, thread_idx);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    if (!error_) {
+      error_ = std::current_exception();
+    }
+  }
+}
+
+}  // namespace shoal::cpu

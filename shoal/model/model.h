@@ -1,0 +1,68 @@
+// A model: from a Batch to logits. Architectures are one file each in this folder, composed of layers, registered by
+// name.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shoal/ops/context.h"
+#include "shoal/state/kv_cache.h"
+#include "shoal/tensor/tensor.h"
+
+namespace shoal {
+
+// One step, as everything below the scheduler sees it. Prefill chunk, decode and verification differ in q_len only.
+struct Batch {
+  TensorView token_ids;     // [num_tokens] i32
+  TensorView positions;     // [num_tokens] i32, absolute
+  TensorView cu_q_lens;     // [num_seqs + 1] i32
+  TensorView past_lens;     // [num_seqs] i32
+  TensorView page_table;    // [num_seqs, max_pages] i32, -1: unmapped
+  TensorView slot_mapping;  // [num_tokens] i32
+  TensorView logit_rows;    // [num_logit_rows] i32: tokens whose logits are wanted
+};
+
+struct ModelInfo {
+  std::string architecture;  // "llama": as config.json or GGUF call it
+  std::string name;          // from the file, may be empty
+  int64_t num_parameters = 0;
+  int64_t num_layers = 0;
+  int64_t hidden = 0;
+  int64_t vocab_size = 0;     // width of the logits
+  int64_t max_positions = 0;  // trained context
+  int64_t weight_bytes = 0;   // resident after load
+  std::vector<KvLayerShape> kv_layers;
+};
+
+class Model {
+ public:
+  virtual ~Model() = default;
+  virtual const ModelInfo& info() const = 0;
+
+  // Scratch bytes that `forward` needs for at most these sizes.
+  virtual size_t workspace_bytes(int64_t max_tokens, int64_t max_logit_rows, int num_threads) const = 0;
+
+  // Appends the batch to the cache and writes logits [num_logit_rows, vocab_size] f32. Rows of a batch do not influence
+  // each other: a row's bits are the same in every batch.
+  virtual void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext& context) = 0;
+};
+
+struct LoadOptions {
+  bool exact = false;                             // f32 activations
+  int64_t max_positions = 0;                      // rows of the rotary tables; 0: the model's trained context
+  std::function<void(double fraction)> progress;  // called from the loading thread, 0 to 1
+};
+
+// A GGUF file or a Hugging Face folder. kUnsupported names an architecture that is not registered, kModelFormat what is
+// wrong.
+std::unique_ptr<Model> load_model(const std::filesystem::path& path, const LoadOptions& options,
+                                  const OpContext& context);
+
+// Names that load_model knows, sorted: for documentation and messages.
+std::vector<std::string> registered_architectures();
+
+}  // namespace shoal

@@ -1,0 +1,50 @@
+// Number formats of weights. One struct per format in quant/<format>.h; quant/formats.def lists them all.
+//
+// A format says how a row of k values is stored. `Plain` formats are element types; `Block` formats are GGUF's
+// self-contained blocks (scales inside, contracts/quantized_moe.md 3.4).
+//
+// Every struct in formats.def has:
+//   static constexpr std::string_view kName;        // "q4_k": the name users type
+//   static constexpr int kGgmlType;                 // ggml's type id, -1 if GGUF has none
+//   static constexpr int kBlockSize, kBlockBytes;   // values and bytes of one block
+//   static void decode(const std::byte* block, float* values);   // exactly kBlockSize values; any alignment
+//   static constexpr bool kCanEncode;
+//   static void encode(const float* values, std::byte* block);   // if kCanEncode
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace shoal {
+
+enum class Format : uint8_t {
+#define SHOAL_FORMAT(Struct, header) k##Struct,
+#include "shoal/quant/formats.def"
+#undef SHOAL_FORMAT
+};
+
+struct FormatInfo {
+  Format format;
+  std::string_view name;
+  int ggml_type;    // -1: not in GGUF
+  int block_size;   // values
+  int block_bytes;  // bytes
+  bool can_encode;
+  double bits_per_value() const { return 8.0 * block_bytes / block_size; }
+};
+
+const FormatInfo& info(Format format);
+std::optional<Format> format_from_name(std::string_view name);
+std::optional<Format> format_from_ggml_type(uint32_t ggml_type);
+
+// Bytes of a row of k values. kInvalidArgument if k is not a whole number of blocks.
+int64_t row_bytes(Format format, int64_t k);
+
+// Decodes `k` values of one row to f32 / encodes them. `k` is a whole number of blocks.
+// encode_row: kUnsupported for a format that cannot be encoded.
+void decode_row(Format format, const std::byte* row, int64_t k, float* values);
+void encode_row(Format format, const float* values, int64_t k, std::byte* row);
+
+}  // namespace shoal
