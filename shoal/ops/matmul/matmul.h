@@ -62,7 +62,7 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
 struct MatmulArgs {
   TensorView out;   // [m, n] f32
   TensorView a;     // [m, k] f32
-  TensorView bias;  // [n] f32, optional
+  TensorView bias{};  // [n] f32, optional
 };
 
 size_t matmul_workspace_bytes(const MatmulWeight& weight, int64_t m);

@@ -22,8 +22,8 @@ struct RmsNormArgs {
   TensorView out;           // [num_tokens, hidden]
   TensorView x;             // [num_tokens, hidden]
   TensorView weight;        // [hidden]
-  TensorView residual;      // [num_tokens, hidden], optional
-  TensorView residual_out;  // [num_tokens, hidden]; required with residual
+  TensorView residual{};      // [num_tokens, hidden], optional
+  TensorView residual_out{};  // [num_tokens, hidden]; required with residual
   float eps = 1e-5f;
 };
 

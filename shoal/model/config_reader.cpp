@@ -1,0 +1,280 @@
+#include "shoal/model/config_reader.h"
+
+#include <cmath>
+
+#include "shoal/base/text.h"
+
+namespace shoal {
+namespace {
+
+// Larger than any published model by far, small enough that no product of two of them overflows.
+constexpr int64_t kMaxWidth = 1 << 24;
+constexpr int64_t kMaxLayers = 4096;
+constexpr int64_t kMaxPositions = int64_t{1} << 30;
+
+void check_heads(const DecoderConfig& c) {
+  if (c.num_heads % c.num_kv_heads != 0) {
+    fail(ErrorCode::kModelFormat, c.architecture, ": ", c.num_heads, " attention heads are not a multiple of ",
+         c.num_kv_heads, " key-value heads");
+  }
+  if (c.head_dim % 2 != 0 || c.head_dim > 4096) {
+    fail(ErrorCode::kModelFormat, c.architecture, ": head size ", c.head_dim, " is not an even number up to 4096");
+  }
+}
+
+int64_t gguf_int(const io::GgufFile& file, const std::string& key, int64_t low, int64_t high) {
+  const int64_t value = file.get_int(key);
+  if (value < low || value > high) {
+    fail(ErrorCode::kModelFormat, "metadata \"", printable(key), "\" is ", value, ", expected ", low, " to ", high);
+  }
+  return value;
+}
+
+int64_t gguf_int_or(const io::GgufFile& file, const std::string& key, int64_t fallback, int64_t low, int64_t high) {
+  return file.find_value(key) == nullptr ? fallback : gguf_int(file, key, low, high);
+}
+
+double positive(double value, std::string_view what) {
+  if (!(value > 0.0) || !std::isfinite(value)) {
+    fail(ErrorCode::kModelFormat, what, " is ", value, ", expected a positive number");
+  }
+  return value;
+}
+
+RopeConfig read_gguf_rope(const io::GgufFile& file, const std::string& arch, int64_t head_dim) {
+  const auto key = [&](std::string_view name) { return arch + "." + std::string(name); };
+  RopeConfig rope;
+  rope.rotary_dim = gguf_int_or(file, key("rope.dimension_count"), head_dim, 2, head_dim);
+  rope.theta = positive(file.get_double(key("rope.freq_base"), 10000.0), key("rope.freq_base"));
+  const std::string type = file.find_value(key("rope.scaling.type")) == nullptr
+                               ? (file.find_value(key("rope.scale_linear")) == nullptr ? "none" : "linear")
+                               : file.get_string(key("rope.scaling.type"));
+  rope.factor = positive(file.get_double(key("rope.scaling.factor"), file.get_double(key("rope.scale_linear"), 1.0)),
+                         key("rope.scaling.factor"));
+  rope.original_max_positions = static_cast<double>(gguf_int_or(file, key("rope.scaling.original_context_length"),
+                                                                file.get_int(key("context_length")), 1, kMaxPositions));
+  if (type == "linear") {
+    rope.scaling = RopeScaling::kLinear;
+  } else if (type == "yarn") {
+    rope.scaling = RopeScaling::kYarn;
+    rope.attention_factor = file.get_double(key("rope.scaling.attn_factor"), 0.0);
+    rope.beta_fast = positive(file.get_double(key("rope.scaling.yarn_beta_fast"), 32.0), "yarn_beta_fast");
+    rope.beta_slow = positive(file.get_double(key("rope.scaling.yarn_beta_slow"), 1.0), "yarn_beta_slow");
+  } else if (type != "none") {
+    fail(ErrorCode::kUnsupported, "rope scaling \"", printable(type), "\" is not supported (none, linear, yarn)");
+  }
+  // llama3's scaling comes as factors, one a frequency, computed when the file was made.
+  if (file.find("rope_freqs.weight") != nullptr) {
+    const int64_t shape[] = {rope.rotary_dim / 2};
+    const io::WeightTensor& tensor = file.get("rope_freqs.weight", shape);
+    rope.freq_factors.resize(static_cast<size_t>(shape[0]));
+    decode_row(tensor.format, tensor.data, shape[0], rope.freq_factors.data());
+    for (const float factor : rope.freq_factors) {
+      positive(factor, "tensor \"rope_freqs.weight\"");
+    }
+  }
+  return rope;
+}
+
+const Json& member(const Json& config, std::string_view key) {
+  const Json* value = config.find(key);
+  if (value == nullptr || value->is_null()) {
+    fail(ErrorCode::kModelFormat, "config.json: \"", key, "\" is missing");
+  }
+  return *value;
+}
+
+bool given(const Json& config, std::string_view key) {
+  const Json* value = config.find(key);
+  return value != nullptr && !value->is_null();
+}
+
+Gate read_gate(const Json& config) {
+  const std::string name = hf_string_or(config, "hidden_activation", hf_string_or(config, "hidden_act", "silu"));
+  if (name == "silu" || name == "swish") {
+    return Gate::kSilu;
+  }
+  if (name == "gelu_pytorch_tanh" || name == "gelu_new") {
+    return Gate::kGeluTanh;
+  }
+  if (name == "gelu") {
+    return Gate::kGelu;
+  }
+  if (name == "relu") {
+    return Gate::kRelu;
+  }
+  fail(ErrorCode::kUnsupported, "config.json: activation \"", printable(name), "\" is not supported");
+}
+
+}  // namespace
+
+DecoderConfig read_gguf_config(const io::GgufFile& file) {
+  DecoderConfig c;
+  c.architecture = file.get_string("general.architecture");
+  const auto key = [&](std::string_view name) { return c.architecture + "." + std::string(name); };
+  c.name = file.find_value("general.name") == nullptr ? "" : file.get_string("general.name");
+  c.num_layers = gguf_int(file, key("block_count"), 1, kMaxLayers);
+  c.hidden = gguf_int(file, key("embedding_length"), 1, kMaxWidth);
+  c.ffn_hidden = gguf_int(file, key("feed_forward_length"), 1, kMaxWidth);
+  c.max_positions = gguf_int(file, key("context_length"), 1, kMaxPositions);
+  c.num_heads = gguf_int(file, key("attention.head_count"), 1, 65536);
+  c.num_kv_heads = gguf_int_or(file, key("attention.head_count_kv"), c.num_heads, 1, c.num_heads);
+  c.head_dim = gguf_int_or(file, key("attention.key_length"), c.hidden / c.num_heads, 1, 4096);
+  if (gguf_int_or(file, key("attention.value_length"), c.head_dim, 1, 4096) != c.head_dim) {
+    fail(ErrorCode::kUnsupported, c.architecture, ": keys and values of different size are not supported");
+  }
+  check_heads(c);
+  c.norm_eps = static_cast<float>(
+      positive(file.get_double(key("attention.layer_norm_rms_epsilon")), key("attention.layer_norm_rms_epsilon")));
+  c.attention_softcap = static_cast<float>(file.get_double(key("attn_logit_softcapping"), 0.0));
+  c.logit_softcap = static_cast<float>(file.get_double(key("final_logit_softcapping"), 0.0));
+  const io::WeightTensor* embedding = file.find("token_embd.weight");
+  if (embedding == nullptr || embedding->shape.size() != 2) {
+    fail(ErrorCode::kModelFormat, "tensor \"token_embd.weight\" is missing or not a matrix");
+  }
+  c.vocab_size = embedding->shape[0];
+  c.ropes = {read_gguf_rope(file, c.architecture, c.head_dim)};
+  c.layers.assign(static_cast<size_t>(c.num_layers), {});
+  return c;
+}
+
+DecoderConfig read_hf_config(const Json& config) {
+  DecoderConfig c;
+  c.architecture = hf_string_or(config, "model_type", "");
+  if (given(config, "quantization_config")) {
+    const Json* method = config.find("quantization_config")->find("quant_method");
+    fail(ErrorCode::kUnsupported, "config.json: quantised checkpoints of method \"",
+         method != nullptr && method->is_string() ? printable(method->as_string("quant_method")) : "unknown",
+         "\" are not supported");
+  }
+  c.num_layers = hf_int(config, "num_hidden_layers", 1, kMaxLayers);
+  c.hidden = hf_int(config, "hidden_size", 1, kMaxWidth);
+  c.ffn_hidden = hf_int(config, "intermediate_size", 1, kMaxWidth);
+  c.vocab_size = hf_int(config, "vocab_size", 1, kMaxWidth);
+  c.max_positions = hf_int_or(config, "max_position_embeddings", 2048, 1, kMaxPositions);
+  c.num_heads = hf_int(config, "num_attention_heads", 1, 65536);
+  c.num_kv_heads = hf_int_or(config, "num_key_value_heads", c.num_heads, 1, c.num_heads);
+  c.head_dim = hf_int_or(config, "head_dim", c.hidden / c.num_heads, 1, 4096);
+  check_heads(c);
+  c.norm_eps = static_cast<float>(hf_positive_or(config, "rms_norm_eps", 1e-6));
+  c.attention_softcap = static_cast<float>(hf_double_or(config, "attn_logit_softcapping", 0.0));
+  c.logit_softcap = static_cast<float>(hf_double_or(config, "final_logit_softcapping", 0.0));
+  c.gate = read_gate(config);
+  const Json* rope = given(config, "rope_parameters") ? config.find("rope_parameters") : config.find("rope_scaling");
+  c.ropes = {read_hf_rope(config, rope, hf_double_or(config, "rope_theta", 10000.0), c.head_dim)};
+  c.layers.assign(static_cast<size_t>(c.num_layers), {});
+  return c;
+}
+
+RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim) {
+  RopeConfig r;
+  r.theta = positive(theta, "config.json: rope_theta");
+  const double partial = hf_double_or(config, "partial_rotary_factor", 1.0);
+  r.rotary_dim = static_cast<int64_t>(static_cast<double>(rotary_dim) * partial);
+  if (r.rotary_dim < 2 || r.rotary_dim > rotary_dim || r.rotary_dim % 2 != 0) {
+    fail(ErrorCode::kModelFormat, "config.json: partial_rotary_factor ", partial, " does not fit heads of ",
+         rotary_dim);
+  }
+  if (rope == nullptr || rope->is_null()) {
+    return r;
+  }
+  r.theta = hf_positive_or(*rope, "rope_theta", r.theta);
+  const std::string type = hf_string_or(*rope, "rope_type", hf_string_or(*rope, "type", "default"));
+  if (type == "default") {
+    return r;
+  }
+  r.factor = hf_positive_or(*rope, "factor", 1.0);
+  r.original_max_positions = static_cast<double>(
+      hf_int_or(*rope, "original_max_position_embeddings",
+                hf_int_or(config, "max_position_embeddings", 2048, 1, kMaxPositions), 1, kMaxPositions));
+  if (type == "linear") {
+    r.scaling = RopeScaling::kLinear;
+  } else if (type == "llama3") {
+    r.scaling = RopeScaling::kLlama3;
+    r.low_freq_factor = hf_positive_or(*rope, "low_freq_factor", 1.0);
+    r.high_freq_factor = hf_positive_or(*rope, "high_freq_factor", 4.0);
+  } else if (type == "yarn") {
+    r.scaling = RopeScaling::kYarn;
+    r.attention_factor = hf_double_or(*rope, "attention_factor", 0.0);
+    r.mscale = hf_double_or(*rope, "mscale", 0.0);
+    r.mscale_all_dim = hf_double_or(*rope, "mscale_all_dim", 0.0);
+    r.beta_fast = hf_positive_or(*rope, "beta_fast", 32.0);
+    r.beta_slow = hf_positive_or(*rope, "beta_slow", 1.0);
+    r.truncate = hf_bool_or(*rope, "truncate", true);
+  } else {
+    fail(ErrorCode::kUnsupported, "config.json: rope type \"", printable(type),
+         "\" is not supported (default, linear, llama3, yarn)");
+  }
+  return r;
+}
+
+const Json& hf_text_config(const Json& config) {
+  const Json* text = config.find("text_config");
+  return text != nullptr && text->is_object() ? *text : config;
+}
+
+std::string hf_tensor_prefix(const io::WeightSource& source) {
+  for (const char* prefix : {"model.", "language_model.model.", "model.language_model."}) {
+    if (source.find(std::string(prefix) + "embed_tokens.weight") != nullptr) {
+      return prefix;
+    }
+  }
+  fail(ErrorCode::kModelFormat, "tensor \"model.embed_tokens.weight\" is missing");
+}
+
+void read_hf_windows(const Json& config, DecoderConfig& decoder) {
+  if (!given(config, "sliding_window") || !hf_bool_or(config, "use_sliding_window", true)) {
+    return;
+  }
+  const int64_t window = hf_int(config, "sliding_window", 1, kMaxPositions);
+  if (given(config, "layer_types")) {
+    const Json::Array& types = config.find("layer_types")->as_array("config.json: layer_types");
+    if (types.size() != decoder.layers.size()) {
+      fail(ErrorCode::kModelFormat, "config.json: layer_types has ", types.size(), " entries for ",
+           decoder.layers.size(), " layers");
+    }
+    for (size_t i = 0; i < types.size(); ++i) {
+      const std::string& type = types[i].as_string("config.json: layer_types");
+      if (type != "sliding_attention" && type != "full_attention") {
+        fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(type), "\" is not supported");
+      }
+      decoder.layers[i].window = type == "sliding_attention" ? window : 0;
+    }
+    return;
+  }
+  // Older configs: layers from max_window_layers on have the window; without that number all do.
+  const int64_t first = hf_int_or(config, "max_window_layers", 0, 0, kMaxLayers);
+  for (int64_t i = first; i < decoder.num_layers; ++i) {
+    decoder.layers[static_cast<size_t>(i)].window = window;
+  }
+}
+
+int64_t hf_int(const Json& config, std::string_view key, int64_t low, int64_t high) {
+  const int64_t value = member(config, key).as_int(concat("config.json: \"", key, "\""));
+  if (value < low || value > high) {
+    fail(ErrorCode::kModelFormat, "config.json: \"", key, "\" is ", value, ", expected ", low, " to ", high);
+  }
+  return value;
+}
+
+int64_t hf_int_or(const Json& config, std::string_view key, int64_t fallback, int64_t low, int64_t high) {
+  return given(config, key) ? hf_int(config, key, low, high) : fallback;
+}
+
+double hf_double_or(const Json& config, std::string_view key, double fallback) {
+  return given(config, key) ? config.find(key)->as_double(concat("config.json: \"", key, "\"")) : fallback;
+}
+
+double hf_positive_or(const Json& config, std::string_view key, double fallback) {
+  return positive(hf_double_or(config, key, fallback), concat("config.json: \"", key, "\""));
+}
+
+bool hf_bool_or(const Json& config, std::string_view key, bool fallback) {
+  return given(config, key) ? config.find(key)->as_bool(concat("config.json: \"", key, "\"")) : fallback;
+}
+
+std::string hf_string_or(const Json& config, std::string_view key, std::string_view fallback) {
+  return given(config, key) ? config.find(key)->as_string(concat("config.json: \"", key, "\"")) : std::string(fallback);
+}
+
+}  // namespace shoal

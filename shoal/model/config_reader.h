@@ -1,0 +1,41 @@
+// Reading numbers of a model's configuration, GGUF metadata or config.json, with the checks that every family needs.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "shoal/io/gguf.h"
+#include "shoal/io/safetensors.h"
+#include "shoal/model/decoder.h"
+
+namespace shoal {
+
+// What GGUF keys ("<architecture>.block_count" ...) say about a dense decoder. Ropes has one entry; layers are global.
+DecoderConfig read_gguf_config(const io::GgufFile& file);
+
+// What config.json (of the text part) says about a dense decoder. Ropes has one entry; layers are global.
+// `config` is the object that holds hidden_size and its kin.
+DecoderConfig read_hf_config(const Json& config);
+
+// The rotary settings in a `rope_parameters` or `rope_scaling` object; `theta` is used where the object has none.
+RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim);
+
+// config.json's own text part: config["text_config"] of a vision-language model, else config.
+const Json& hf_text_config(const Json& config);
+
+// Where the text part's tensors live: the first of the known prefixes that has an embedding.
+std::string hf_tensor_prefix(const io::WeightSource& source);
+
+// Sliding windows by `layer_types`, or nothing where the config does not use them.
+void read_hf_windows(const Json& config, DecoderConfig& decoder);
+
+// Members of a config object; kModelFormat "config.json: ..." when missing or out of range.
+int64_t hf_int(const Json& config, std::string_view key, int64_t low, int64_t high);
+int64_t hf_int_or(const Json& config, std::string_view key, int64_t fallback, int64_t low, int64_t high);
+double hf_double_or(const Json& config, std::string_view key, double fallback);
+double hf_positive_or(const Json& config, std::string_view key, double fallback);
+bool hf_bool_or(const Json& config, std::string_view key, bool fallback);
+std::string hf_string_or(const Json& config, std::string_view key, std::string_view fallback);
+
+}  // namespace shoal

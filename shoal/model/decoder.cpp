@@ -1,0 +1,459 @@
+#include "shoal/model/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "shoal/base/checked.h"
+#include "shoal/base/text.h"
+#include "shoal/cpu/thread_pool.h"
+#include "shoal/ops/embedding/embedding.h"
+#include "shoal/ops/matmul/matmul.h"
+#include "shoal/ops/norm/norm.h"
+#include "shoal/ops/paged_attention/paged_attention.h"
+
+namespace shoal {
+namespace {
+
+// A weight with its optional bias.
+struct Linear {
+  MatmulWeight weight;
+  Tensor bias;  // [n] f32, or absent
+};
+
+struct Block {
+  Tensor attn_norm, q_norm, k_norm, post_attn_norm;  // f32
+  Tensor ffn_norm, post_ffn_norm;
+  Linear qkv, o, gate_up, down;
+};
+
+std::string layer_name(const std::string& pattern, int64_t layer_idx) {
+  std::string name = pattern;
+  const size_t at = name.find("{}");
+  SHOAL_ASSERT(at != std::string::npos);
+  return name.replace(at, 2, std::to_string(layer_idx));
+}
+
+// Reads and prepares tensors of one source.
+class Loader {
+ public:
+  Loader(const io::WeightSource& source, const DecoderNames& names, const LoadOptions& options,
+         const OpContext& context)
+      : source_(source), names_(names), options_(options), context_(context) {}
+
+  Tensor vector(const std::string& stem, int64_t size, float offset) {
+    const int64_t shape[] = {size};
+    const io::WeightTensor& tensor = source_.get(stem + names_.weight_suffix, shape);
+    num_parameters_ += size;
+    Tensor values(DType::kF32, {size});
+    decode_row(tensor.format, tensor.data, size, values.span<float>().data());
+    for (float& value : values.span<float>()) {
+      value += offset;
+    }
+    return values;
+  }
+
+  QuantMatrix matrix(const std::string& stem, int64_t n, int64_t k) {
+    const int64_t shape[] = {n, k};
+    num_parameters_ += n * k;
+    return io::as_matrix(source_.get(stem + names_.weight_suffix, shape), n, k);
+  }
+
+  struct Part {
+    std::string stem;
+    int64_t n;
+  };
+
+  // Several matrices with the same input as one. The raw bytes leave memory once they were repacked.
+  Linear linear(std::initializer_list<Part> parts, int64_t k, bool bias_required) {
+    std::vector<QuantMatrix> matrices;
+    int64_t n = 0;
+    bool any_bias = bias_required;
+    for (const Part& part : parts) {
+      matrices.push_back(matrix(part.stem, part.n, k));
+      any_bias = any_bias || source_.find(part.stem + names_.bias_suffix) != nullptr;
+      n += part.n;
+    }
+    Linear result;
+    result.weight =
+        prepare_matmul(matrices, options_.exact ? MatmulPrecision::kExact : MatmulPrecision::kDefault, context_);
+    weight_bytes_ += result.weight.num_bytes();
+    if (result.weight.owns_bytes()) {
+      for (const Part& part : parts) {
+        source_.drop(*source_.find(part.stem + names_.weight_suffix));
+      }
+    }
+    if (any_bias) {
+      result.bias = Tensor(DType::kF32, {n});
+      float* values = result.bias.span<float>().data();
+      for (const Part& part : parts) {
+        load_bias(part, bias_required, values);
+        values += part.n;
+      }
+    }
+    return result;
+  }
+
+  int64_t num_parameters() const { return num_parameters_; }
+  int64_t weight_bytes() const { return weight_bytes_; }
+
+ private:
+  void load_bias(const Part& part, bool required, float* values) {
+    const std::string name = part.stem + names_.bias_suffix;
+    if (!required && source_.find(name) == nullptr) {
+      std::fill_n(values, part.n, 0.0f);
+      return;
+    }
+    const int64_t shape[] = {part.n};
+    const io::WeightTensor& tensor = source_.get(name, shape);
+    num_parameters_ += part.n;
+    decode_row(tensor.format, tensor.data, part.n, values);
+  }
+
+  const io::WeightSource& source_;
+  const DecoderNames& names_;
+  const LoadOptions& options_;
+  const OpContext& context_;
+  int64_t num_parameters_ = 0;
+  int64_t weight_bytes_ = 0;
+};
+
+// Buffers of a step that live in the workspace.
+struct StepBuffers {
+  TensorView x, h, qkv, attention, projected, gate_up, activated;
+};
+
+class Decoder final : public Model {
+ public:
+  Decoder(DecoderConfig config, const DecoderNames& names, std::unique_ptr<io::WeightSource> source,
+          const LoadOptions& options, const OpContext& context)
+      : config_(std::move(config)), source_(std::move(source)) {
+    load(names, options, context);
+    make_ropes(options);
+  }
+
+  const ModelInfo& info() const override { return info_; }
+
+  size_t workspace_bytes(int64_t max_tokens, int64_t max_logit_rows, int num_threads) const override {
+    const int64_t rows = std::max(max_tokens, max_logit_rows);
+    size_t scratch = 0;
+    for (const Block& block : blocks_) {
+      for (const Linear* linear : {&block.qkv, &block.o, &block.gate_up, &block.down}) {
+        scratch = std::max(scratch, matmul_workspace_bytes(linear->weight, rows));
+      }
+    }
+    scratch = std::max(scratch, matmul_workspace_bytes(output_.weight, max_logit_rows));
+    Batch batch;
+    int32_t dummy = 0;
+    batch.cu_q_lens = TensorView(&dummy, DType::kI32, {max_tokens + 1});
+    batch.past_lens = TensorView(&dummy, DType::kI32, {max_tokens});
+    batch.page_table = TensorView(&dummy, DType::kI32, {max_tokens, 1});
+    batch.token_ids = TensorView(&dummy, DType::kI32, {max_tokens});
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      const KvLayer layer = placeholder_layer();
+      StepBuffers buffers;
+      buffers.qkv = TensorView(&dummy, DType::kF32, {max_tokens, qkv_width()});
+      buffers.attention = TensorView(&dummy, DType::kF32, {max_tokens, config_.num_heads * config_.head_dim});
+      scratch =
+          std::max(scratch, paged_attention_workspace_bytes(attention_args(i, batch, layer, buffers), num_threads));
+    }
+    const int64_t widths[] = {
+        config_.hidden, config_.hidden,         qkv_width(),       config_.num_heads * config_.head_dim,
+        config_.hidden, 2 * config_.ffn_hidden, config_.ffn_hidden};
+    size_t total = scratch;
+    for (const int64_t width : widths) {
+      total += Workspace::bytes_for<float>(static_cast<size_t>(rows * width));
+    }
+    return total;
+  }
+
+  void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext& context) override {
+    const Workspace::Scope scope(*context.workspace);
+    const int64_t num_tokens = batch.token_ids.dim(0);
+    StepBuffers buffers = take_buffers(num_tokens, *context.workspace);
+    embedding({.out = buffers.x, .ids = batch.token_ids, .table = embedding_, .scale = config_.embedding_scale},
+              context);
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      attend(i, batch, cache, buffers, context);
+      if (i + 1 == blocks_.size()) {
+        keep_rows(batch.logit_rows, buffers);  // nothing after the last attention looks at other rows
+      }
+      finish_block(blocks_[i], buffers, context);
+    }
+    if (batch.logit_rows.dim(0) > 0) {
+      add_and_norm(output_norm_, buffers, context);
+      project(output_, buffers.h, logits, context);
+      cap_logits(logits, context);
+    }
+  }
+
+ private:
+  void load(const DecoderNames& names, const LoadOptions& options, const OpContext& context) {
+    const DecoderConfig& c = config_;
+    Loader loader(*source_, names, options, context);
+    const int64_t q_width = c.num_heads * c.head_dim;
+    const int64_t kv_width = c.num_kv_heads * c.head_dim;
+    embedding_ = loader.matrix(names.embedding, c.vocab_size, c.hidden);
+    for (int64_t i = 0; i < c.num_layers; ++i) {
+      const auto name = [&](const std::string& pattern) { return layer_name(pattern, i); };
+      const auto norm = [&](const std::string& pattern, int64_t size) {
+        return loader.vector(name(pattern), size, c.norm_offset);
+      };
+      Block block;
+      block.attn_norm = norm(names.attn_norm, c.hidden);
+      block.ffn_norm = norm(names.ffn_norm, c.hidden);
+      if (c.qk_norm) {
+        block.q_norm = norm(names.q_norm, c.head_dim);
+        block.k_norm = norm(names.k_norm, c.head_dim);
+      }
+      if (c.post_norms) {
+        block.post_attn_norm = norm(names.post_attn_norm, c.hidden);
+        block.post_ffn_norm = norm(names.post_ffn_norm, c.hidden);
+      }
+      block.qkv = loader.linear({{name(names.q), q_width}, {name(names.k), kv_width}, {name(names.v), kv_width}},
+                                c.hidden, c.qkv_bias);
+      block.o = loader.linear({{name(names.o), c.hidden}}, q_width, false);
+      block.gate_up =
+          loader.linear({{name(names.gate), c.ffn_hidden}, {name(names.up), c.ffn_hidden}}, c.hidden, false);
+      block.down = loader.linear({{name(names.down), c.hidden}}, c.ffn_hidden, false);
+      blocks_.push_back(std::move(block));
+      if (options.progress) {
+        options.progress(static_cast<double>(i + 1) / static_cast<double>(c.num_layers + 1));
+      }
+    }
+    output_norm_ = loader.vector(names.output_norm, c.hidden, c.norm_offset);
+    const bool tied = source_->find(names.output + names.weight_suffix) == nullptr;
+    info_.num_parameters = tied ? -c.vocab_size * c.hidden : 0;  // the shared table is counted once
+    output_ = loader.linear({{tied ? names.embedding : names.output, c.vocab_size}}, c.hidden, false);
+    info_.num_parameters += loader.num_parameters();
+    info_.weight_bytes = loader.weight_bytes() + embedding_.num_bytes();
+    info_.architecture = c.architecture;
+    info_.name = c.name;
+    info_.num_layers = c.num_layers;
+    info_.hidden = c.hidden;
+    info_.vocab_size = c.vocab_size;
+    info_.max_positions = c.max_positions;
+    info_.kv_layers.assign(static_cast<size_t>(c.num_layers), {c.num_kv_heads, c.head_dim, c.head_dim});
+    if (options.progress) {
+      options.progress(1.0);
+    }
+  }
+
+  void make_ropes(const LoadOptions& options) {
+    const int64_t max_pos = options.max_positions > 0 ? options.max_positions : config_.max_positions;
+    for (const RopeConfig& rope_config : config_.ropes) {
+      ropes_.push_back(make_rope_tables(rope_config, max_pos));
+    }
+  }
+
+  int64_t qkv_width() const { return (config_.num_heads + 2 * config_.num_kv_heads) * config_.head_dim; }
+
+  // Shapes only: for sizing the workspace before a cache exists.
+  KvLayer placeholder_layer() const {
+    KvLayer layer;
+    layer.key = TensorView(nullptr, DType::kF32, {1, 16, config_.num_kv_heads, config_.head_dim});
+    layer.value = layer.key;
+    return layer;
+  }
+
+  StepBuffers take_buffers(int64_t num_tokens, Workspace& workspace) const {
+    const auto take = [&](int64_t width) {
+      return TensorView(workspace.take<float>(static_cast<size_t>(num_tokens * width)).data(), DType::kF32,
+                        {num_tokens, width});
+    };
+    StepBuffers buffers;
+    buffers.x = take(config_.hidden);
+    buffers.h = take(config_.hidden);
+    buffers.qkv = take(qkv_width());
+    buffers.attention = take(config_.num_heads * config_.head_dim);
+    buffers.projected = take(config_.hidden);
+    buffers.gate_up = take(2 * config_.ffn_hidden);
+    buffers.activated = take(config_.ffn_hidden);
+    return buffers;
+  }
+
+  static void project(const Linear& linear, const TensorView& in, const TensorView& out, const OpContext& context) {
+    matmul({.out = out, .a = in, .bias = linear.bias}, linear.weight, context);
+  }
+
+  PagedAttentionArgs attention_args(size_t layer_idx, const Batch& batch, const KvLayer& layer,
+                                    const StepBuffers& buffers) const {
+    const Block& block = blocks_[layer_idx];
+    const DecoderLayerConfig& layer_config = config_.layers[layer_idx];
+    PagedAttentionArgs args;
+    args.output = buffers.attention;
+    args.query = buffers.qkv;
+    args.key_cache = layer.key;
+    args.value_cache = layer.value;
+    args.cumulative_sequence_length = batch.cu_q_lens;
+    args.past_seqlens = batch.past_lens;
+    args.block_table = batch.page_table;
+    args.slot_mapping = batch.slot_mapping;
+    if (layer_config.rope_idx < ropes_.size()) {
+      args.cos_cache = ropes_[layer_config.rope_idx].cos;
+      args.sin_cache = ropes_[layer_config.rope_idx].sin;
+      args.do_rotary = true;
+    }
+    args.q_norm_weight = block.q_norm;
+    args.k_norm_weight = block.k_norm;
+    args.k_scale = layer.k_scale;
+    args.v_scale = layer.v_scale;
+    args.num_heads = config_.num_heads;
+    args.kv_num_heads = config_.num_kv_heads;
+    args.scale = config_.attention_scale;
+    args.softcap = config_.attention_softcap;
+    args.local_window_size = layer_config.window > 0 ? layer_config.window : -1;
+    args.rotary_interleaved = config_.rope_interleaved;
+    args.qk_norm_epsilon = config_.norm_eps;
+    const auto quant_type = [](const TensorView& scale) {
+      return !scale ? "NONE" : scale.num_elements() == 1 ? "PER_TENSOR" : "PER_CHANNEL";
+    };
+    args.k_quant_type = quant_type(layer.k_scale);
+    args.v_quant_type = quant_type(layer.v_scale);
+    return args;
+  }
+
+  // buffers.attention = attention(norm(x))
+  void attend(size_t layer_idx, const Batch& batch, KvCache& cache, const StepBuffers& buffers,
+              const OpContext& context) const {
+    const Block& block = blocks_[layer_idx];
+    if (layer_idx == 0) {
+      rms_norm({.out = buffers.h, .x = buffers.x, .weight = block.attn_norm, .eps = config_.norm_eps}, context);
+    } else {
+      add_and_norm(block.attn_norm, buffers, context);
+    }
+    project(block.qkv, buffers.h, buffers.qkv, context);
+    paged_attention(attention_args(layer_idx, batch, cache.layer(layer_idx), buffers), context);
+  }
+
+  // x += [norm] W_o attention; projected = [norm] feed-forward(norm(x))
+  void finish_block(const Block& block, const StepBuffers& buffers, const OpContext& context) const {
+    const float eps = config_.norm_eps;
+    const auto post_norm = [&](const Tensor& weight) {
+      if (weight.view()) {
+        rms_norm({.out = buffers.projected, .x = buffers.projected, .weight = weight, .eps = eps}, context);
+      }
+    };
+    project(block.o, buffers.attention, buffers.projected, context);
+    post_norm(block.post_attn_norm);
+    add_and_norm(block.ffn_norm, buffers, context);
+    project(block.gate_up, buffers.h, buffers.gate_up, context);
+    gated_activation({.out = buffers.activated,
+                      .gate = columns(buffers.gate_up, 0, config_.ffn_hidden),
+                      .value = columns(buffers.gate_up, config_.ffn_hidden, config_.ffn_hidden),
+                      .kind = config_.gate},
+                     context);
+    project(block.down, buffers.activated, buffers.projected, context);
+    post_norm(block.post_ffn_norm);
+  }
+
+  // h = norm(x + projected), x += projected: the sum that a block leaves open is taken by the norm that follows it.
+  void add_and_norm(const Tensor& weight, const StepBuffers& buffers, const OpContext& context) const {
+    rms_norm({.out = buffers.h,
+              .x = buffers.projected,
+              .weight = weight,
+              .residual = buffers.x,
+              .residual_out = buffers.x,
+              .eps = config_.norm_eps},
+             context);
+  }
+
+  static TensorView columns(const TensorView& matrix, int64_t begin, int64_t width) {
+    TensorView view = matrix;
+    view.data = matrix.as<float>() + begin;
+    view.shape[1] = width;
+    return view;
+  }
+
+  // Compacts x and attention to the rows whose logits are wanted; every buffer then has that many rows.
+  static void keep_rows(const TensorView& rows, StepBuffers& buffers) {
+    const int64_t num_rows = rows.dim(0);
+    // Rows ascend in a batch, so that moving one forward never overwrites a row that is still needed.
+    SHOAL_ASSERT(std::is_sorted(rows.as<int32_t>(), rows.as<int32_t>() + num_rows));
+    for (TensorView* buffer : {&buffers.x, &buffers.attention}) {
+      const auto width = static_cast<size_t>(buffer->dim(1));
+      auto* data = buffer->as<float>();
+      for (int64_t i = 0; i < num_rows; ++i) {
+        std::memmove(data + static_cast<size_t>(i) * width, data + static_cast<size_t>(rows.as<int32_t>()[i]) * width,
+                     width * sizeof(float));
+      }
+    }
+    for (TensorView* buffer :
+         {&buffers.x, &buffers.h, &buffers.attention, &buffers.projected, &buffers.gate_up, &buffers.activated}) {
+      *buffer = buffer->rows(0, num_rows);
+    }
+  }
+
+  void cap_logits(const TensorView& logits, const OpContext& context) const {
+    if (config_.logit_softcap <= 0.0f) {
+      return;
+    }
+    float* values = logits.as<float>();
+    const float cap = config_.logit_softcap;
+    context.pool->parallel_for(logits.num_elements(), 4096, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) {
+        values[i] = cap * std::tanh(values[i] / cap);
+      }
+    });
+  }
+
+  DecoderConfig config_;
+  std::unique_ptr<io::WeightSource> source_;
+  ModelInfo info_;
+  QuantMatrix embedding_;
+  std::vector<Block> blocks_;
+  Tensor output_norm_;
+  Linear output_;
+  std::vector<RopeTables> ropes_;
+};
+
+}  // namespace
+
+std::unique_ptr<Model> make_decoder(DecoderConfig config, const DecoderNames& names,
+                                    std::unique_ptr<io::WeightSource> source, const LoadOptions& options,
+                                    const OpContext& context) {
+  return std::make_unique<Decoder>(std::move(config), names, std::move(source), options, context);
+}
+
+DecoderNames gguf_decoder_names() {
+  return {.embedding = "token_embd",
+          .output_norm = "output_norm",
+          .output = "output",
+          .attn_norm = "blk.{}.attn_norm",
+          .q = "blk.{}.attn_q",
+          .k = "blk.{}.attn_k",
+          .v = "blk.{}.attn_v",
+          .o = "blk.{}.attn_output",
+          .q_norm = "blk.{}.attn_q_norm",
+          .k_norm = "blk.{}.attn_k_norm",
+          .post_attn_norm = "blk.{}.post_attention_norm",
+          .ffn_norm = "blk.{}.ffn_norm",
+          .gate = "blk.{}.ffn_gate",
+          .up = "blk.{}.ffn_up",
+          .down = "blk.{}.ffn_down",
+          .post_ffn_norm = "blk.{}.post_ffw_norm"};
+}
+
+DecoderNames hf_decoder_names(const std::string& prefix) {
+  const std::string layer = prefix + "layers.{}.";
+  return {.embedding = prefix + "embed_tokens",
+          .output_norm = prefix + "norm",
+          .output = "lm_head",
+          .attn_norm = layer + "input_layernorm",
+          .q = layer + "self_attn.q_proj",
+          .k = layer + "self_attn.k_proj",
+          .v = layer + "self_attn.v_proj",
+          .o = layer + "self_attn.o_proj",
+          .q_norm = layer + "self_attn.q_norm",
+          .k_norm = layer + "self_attn.k_norm",
+          .post_attn_norm = {},
+          .ffn_norm = layer + "post_attention_layernorm",
+          .gate = layer + "mlp.gate_proj",
+          .up = layer + "mlp.up_proj",
+          .down = layer + "mlp.down_proj",
+          .post_ffn_norm = {}};
+}
+
+}  // namespace shoal

@@ -1,0 +1,72 @@
+// The dense decoder that llama, qwen and gemma share: pre-norm blocks of attention and gated feed-forward.
+//
+//   x = scale * embedding[ids]
+//   each layer:  x += [norm] attention(norm(x));  x += [norm] W_down (gate(W_gate h) * W_up h), h = norm(x)
+//   logits = [softcap] W_out norm(x)
+//
+// A family's file turns its config into a DecoderConfig and its tensor names into DecoderNames; nothing here asks for a
+// family.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shoal/io/weights.h"
+#include "shoal/model/model.h"
+#include "shoal/ops/activation/activation.h"
+#include "shoal/ops/rope/rope.h"
+
+namespace shoal {
+
+struct DecoderLayerConfig {
+  int64_t window = 0;   // sliding window in tokens, the current one included; 0: global
+  size_t rope_idx = 0;  // which of DecoderConfig::ropes
+};
+
+struct DecoderConfig {
+  std::string architecture;
+  std::string name;
+  int64_t num_layers = 0;
+  int64_t hidden = 0;
+  int64_t ffn_hidden = 0;
+  int64_t vocab_size = 0;
+  int64_t max_positions = 0;
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  float norm_eps = 1e-5f;
+  float norm_offset = 0.0f;  // added to every norm weight: 1 for checkpoints that store weight - 1
+  float embedding_scale = 1.0f;
+  float attention_scale = 0.0f;    // 0: 1 / sqrt(head_dim)
+  float attention_softcap = 0.0f;  // 0: off
+  float logit_softcap = 0.0f;      // 0: off
+  bool qk_norm = false;
+  bool qkv_bias = false;    // the checkpoint must have q, k and v biases; otherwise they are used where present
+  bool post_norms = false;  // norms after attention and after the feed-forward
+  bool rope_interleaved = false;
+  Gate gate = Gate::kSilu;
+  std::vector<RopeConfig> ropes;  // by DecoderLayerConfig::rope_idx
+  std::vector<DecoderLayerConfig> layers;
+};
+
+// Tensor names; "{}" stands for the layer's number.
+struct DecoderNames {
+  std::string embedding, output_norm, output;  // output is optional: absent means tied to the embedding
+  std::string attn_norm, q, k, v, o, q_norm, k_norm, post_attn_norm;
+  std::string ffn_norm, gate, up, down, post_ffn_norm;
+  std::string weight_suffix = ".weight", bias_suffix = ".bias";
+};
+
+// Checks every tensor against the config (kModelFormat names the first that does not fit) and prepares the weights.
+std::unique_ptr<Model> make_decoder(DecoderConfig config, const DecoderNames& names,
+                                    std::unique_ptr<io::WeightSource> source, const LoadOptions& options,
+                                    const OpContext& context);
+
+// The names that GGUF files use for all these families.
+DecoderNames gguf_decoder_names();
+// The names of Hugging Face checkpoints of llama and its kin. `prefix` is "model." or where a text part hides in a
+// larger model.
+DecoderNames hf_decoder_names(const std::string& prefix);
+
+}  // namespace shoal
