@@ -1,0 +1,77 @@
+// Reading and writing the fields of packed blocks. Everything is by memcpy: block sizes such as 18, 34 and 210 bytes
+// leave no alignment to rely on.
+//
+// What `decode` uses is force-inlined: kernels compiled for several instruction sets include it, and the linker must
+// not keep the copy of the widest one.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "shoal/base/float_bits.h"
+
+#define SHOAL_BLOCK_INLINE [[gnu::always_inline]] SHOAL_HOST_DEVICE inline
+
+static_assert(std::endian::native == std::endian::little, "blocks are little-endian and read as they are");
+
+namespace shoal::block {
+
+SHOAL_BLOCK_INLINE uint32_t u8(const std::byte* p) { return static_cast<uint32_t>(*p); }
+
+SHOAL_BLOCK_INLINE int32_t i8(const std::byte* p) { return static_cast<int8_t>(*p); }
+
+SHOAL_BLOCK_INLINE uint32_t u16(const std::byte* p) {
+  uint16_t value = 0;
+  std::memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+SHOAL_BLOCK_INLINE uint32_t u32(const std::byte* p) {
+  uint32_t value = 0;
+  std::memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+// f16 without branches, so that loops over it vectorise; the same values as f16_to_f32.
+SHOAL_BLOCK_INLINE float f16(const std::byte* p) {
+  const uint32_t h = u16(p);
+  const uint32_t exponent = h & 0x7c00u;
+  const float subnormal = static_cast<float>(static_cast<int32_t>(h & 0x3ffu)) * 0x1p-24f;
+  uint32_t bits = ((h & 0x7fffu) << 13) + (112u << 23);
+  bits += exponent == 0x7c00u ? 112u << 23 : 0u;
+  bits = exponent == 0 ? std::bit_cast<uint32_t>(subnormal) : bits;
+  return std::bit_cast<float>(bits | ((h & 0x8000u) << 16));
+}
+
+// Field of an f16 scale. Beyond the range it saturates: an infinite scale would turn zeros into NaN.
+inline void store_f16(std::byte* p, float value) {
+  const float limited = value > 65504.0f ? 65504.0f : (value < -65504.0f ? -65504.0f : value);
+  const uint16_t bits = f32_to_f16(limited);
+  std::memcpy(p, &bits, sizeof(bits));
+}
+
+inline void store_u16(std::byte* p, uint32_t value) {
+  const uint16_t bits = static_cast<uint16_t>(value);
+  std::memcpy(p, &bits, sizeof(bits));
+}
+
+inline void store_u32(std::byte* p, uint32_t value) { std::memcpy(p, &value, sizeof(value)); }
+
+inline std::byte to_byte(uint32_t value) { return static_cast<std::byte>(value & 0xffu); }
+
+// 1 / scale, or 0 where that is no finite number: a block of zeros (or of values too small for any scale) gets code 0.
+inline float inverse(float scale) {
+  const float result = 1.0f / scale;
+  return std::fabs(result) <= 0x1.fffffep127f ? result : 0.0f;
+}
+
+// Integer of a float already known to be finite, cut towards zero after clamping to [low, high].
+inline int32_t to_int(float value, int32_t low, int32_t high) {
+  const float limited = value < static_cast<float>(low) ? static_cast<float>(low) : value;
+  return static_cast<int32_t>(limited > static_cast<float>(high) ? static_cast<float>(high) : limited);
+}
+
+}  // namespace shoal::block

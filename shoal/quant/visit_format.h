@@ -1,0 +1,46 @@
+// visit_format: from a Format to its struct. The only switch over formats.
+#pragma once
+
+#include <utility>
+
+#include "shoal/base/error.h"
+#include "shoal/quant/format.h"
+#include "shoal/quant/gguf_mxfp4.h"
+#include "shoal/quant/gguf_nvfp4.h"
+#include "shoal/quant/iq2_s.h"
+#include "shoal/quant/iq2_xs.h"
+#include "shoal/quant/iq2_xxs.h"
+#include "shoal/quant/iq3_s.h"
+#include "shoal/quant/iq3_xxs.h"
+#include "shoal/quant/iq4_nl.h"
+#include "shoal/quant/iq4_xs.h"
+#include "shoal/quant/plain.h"
+#include "shoal/quant/q2_k.h"
+#include "shoal/quant/q3_k.h"
+#include "shoal/quant/q4_0.h"
+#include "shoal/quant/q4_1.h"
+#include "shoal/quant/q4_k.h"
+#include "shoal/quant/q5_0.h"
+#include "shoal/quant/q5_1.h"
+#include "shoal/quant/q5_k.h"
+#include "shoal/quant/q6_k.h"
+#include "shoal/quant/q8_0.h"
+
+namespace shoal {
+
+// Calls visitor.operator()<Struct>() with the format's struct and returns what it returns:
+//
+//   visit_format(format, [&]<class F>() { F::decode(block, values); });
+template <class Visitor>
+decltype(auto) visit_format(Format format, Visitor&& visitor) {
+  switch (format) {
+#define SHOAL_FORMAT(Struct, header) \
+  case Format::k##Struct:            \
+    return std::forward<Visitor>(visitor).template operator()<Struct>();
+#include "shoal/quant/formats.def"
+#undef SHOAL_FORMAT
+  }
+  fail(ErrorCode::kInternal, "visit_format: ", static_cast<int>(format), " is no number format");
+}
+
+}  // namespace shoal
