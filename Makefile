@@ -1,0 +1,51 @@
+# demo: fetch the default model and answer.  test: everything.  See CONTRIBUTING.md.
+.PHONY: demo build test test-sanitizers fuzz bench format lint lock clean
+
+CHANGED ?= HEAD
+CPP := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' 2>/dev/null)
+
+demo:
+	@scripts/build
+	@.venv/bin/shoal run smollm2 -p "Explain in two sentences why the sky is blue." -n 80 --temp 0
+
+build:
+	@scripts/build
+
+test:
+	@scripts/build --tests
+	@.venv/bin/python scripts/run_tests.py
+
+# Address and undefined-behaviour sanitizers over all C++ tests, thread sanitizer over the threaded layers.
+test-sanitizers:
+	@scripts/setup --tests
+	@scripts/sanitize
+
+# FUZZ_SECONDS per target, from the stored corpus.
+FUZZ_SECONDS ?= 20
+fuzz:
+	@scripts/setup
+	@scripts/fuzz $(FUZZ_SECONDS)
+
+bench:
+	@scripts/build
+	@.venv/bin/shoal bench smollm2
+
+format:
+	@scripts/setup
+	@.venv/bin/clang-format -i $(CPP)
+	@.venv/bin/ruff format -q . && .venv/bin/ruff check -q --fix .
+
+lint:
+	@scripts/setup
+	@.venv/bin/clang-format --dry-run -Werror $(CPP)
+	@.venv/bin/ruff format -q --check . && .venv/bin/ruff check -q .
+	@scripts/tidy $(CHANGED)
+
+# Pins every direct and indirect Python package, with hashes, for all Pythons that are supported.
+lock:
+	@scripts/setup
+	@.venv/bin/python -m pip install -q uv
+	@.venv/bin/uv pip compile -q requirements.in --universal --python-version 3.10 --generate-hashes --no-header -o requirements.lock
+
+clean:
+	rm -rf build dist

@@ -1,0 +1,92 @@
+"""Makes tests/golden/models: a tiny random model of every family with the logits that `transformers` computes for it.
+
+Needs torch and transformers (5.23), which the tests themselves do not. Weights are stored in bf16 and computed in f32, so that
+both engines see the same numbers.
+
+Usage: python tests/golden/make_model_golden.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+OUT = Path(__file__).parent / "models"
+NUM_TOKENS = 48
+
+BASE = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=160)
+ROPE = dict(max_position_embeddings=256)
+
+
+def families():
+    """Name, configuration: small widths, every feature of the family that changes the arithmetic."""
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    yield "llama", transformers.LlamaConfig(**BASE, **ROPE, num_hidden_layers=2, rope_parameters=llama3)
+    yield "llama_bias", transformers.LlamaConfig(
+        **BASE, **ROPE, num_hidden_layers=2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_parameters=linear
+    )
+    yield "mistral", transformers.MistralConfig(**BASE, **ROPE, num_hidden_layers=2, sliding_window=9, head_dim=24)
+    yield "qwen2", transformers.Qwen2Config(**BASE, **ROPE, num_hidden_layers=2, rope_parameters=yarn)
+    yield "qwen3", transformers.Qwen3Config(**BASE, **ROPE, num_hidden_layers=2, head_dim=32)
+    yield "gemma3", transformers.Gemma3TextConfig(
+        **BASE, **ROPE, num_hidden_layers=7, head_dim=32, sliding_window=10, query_pre_attn_scalar=48, final_logit_softcapping=6.0
+    )
+
+
+def randomise(model):
+    """Random weights large enough that every part of the model changes the logits."""
+    generator = torch.Generator().manual_seed(20260101)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            values = 0.3 * values + (0.0 if "gemma" in model.config.model_type else 1.0)
+        elif parameter.dim() == 1:
+            values = 0.2 * values
+        elif "embed" in name:
+            values = (0.12 if model.config.tie_word_embeddings else 0.5) * values
+        else:
+            values = values / parameter.shape[1] ** 0.5 * 1.2
+        parameter.data = values.to(torch.bfloat16).to(torch.float32)
+
+
+def main():
+    shutil.rmtree(OUT, ignore_errors=True)
+    for name, config in families():
+        torch.manual_seed(0)
+        config._attn_implementation = "eager"
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+        randomise(model)
+        folder = OUT / name
+        folder.mkdir(parents=True)
+        tokens = torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(7))
+        with torch.no_grad():
+            logits = model(tokens).logits[0].numpy()
+            greedy = model.generate(tokens[:, :16], max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 16:]
+        tied = getattr(config, "tie_word_embeddings", False)
+        state = {k: v.to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+        save_file(state, folder / "model.safetensors")
+        values = json.loads(config.to_json_string(use_diff=False))
+        drop = ("_name_or_path", "transformers_version", "id2label", "label2id", "architectures", "dtype")
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k not in drop}, indent=1))
+        np.savez_compressed(
+            folder / "golden.npz", tokens=tokens[0].numpy().astype(np.int32), logits=logits.astype(np.float32),
+            greedy=greedy.numpy().astype(np.int32),
+        )
+        print(name, "logits", logits.shape, "largest", np.abs(logits).max(), "greedy", greedy.tolist()[:8])
+
+
+if __name__ == "__main__":
+    main()
