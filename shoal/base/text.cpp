@@ -8,7 +8,8 @@ namespace {
 
 constexpr size_t kMaxPrintable = 80;
 
-// Length of the valid UTF-8 sequence at `at`, or 0.
+}  // namespace
+
 size_t utf8_length(std::string_view s, size_t at) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(s[i]); };
   const unsigned char lead = byte(at);
@@ -25,8 +26,6 @@ size_t utf8_length(std::string_view s, size_t at) {
   const bool beyond = (lead == 0xed && byte(at + 1) >= 0xa0) || (lead == 0xf4 && byte(at + 1) >= 0x90);
   return overlong || beyond ? 0 : length;
 }
-
-}  // namespace
 
 std::string printable(std::string_view name) {
   std::string out;
