@@ -60,8 +60,8 @@ class MatmulWeight {
 MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context);
 
 struct MatmulArgs {
-  TensorView out;   // [m, n] f32
-  TensorView a;     // [m, k] f32
+  TensorView out;     // [m, n] f32
+  TensorView a;       // [m, k] f32
   TensorView bias{};  // [n] f32, optional
 };
 
