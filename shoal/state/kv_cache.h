@@ -18,16 +18,28 @@ struct KvLayerShape {
 
 enum class KvType : uint8_t { kF32, kF16, kBF16, kI8 };
 
+// What int8 codes are multiplied with, for one layer: one value (per tensor) or one per channel.
+struct KvScales {
+  std::vector<float> key;    // 1 or num_kv_heads * head_dim values, finite and positive
+  std::vector<float> value;  // 1 or num_kv_heads * v_head_dim
+};
+
 struct KvLayer {
   TensorView key;      // [num_pages, page_size, num_kv_heads, head_dim]
   TensorView value;    // [num_pages, page_size, num_kv_heads, v_head_dim]
   TensorView k_scale;  // int8: [num_kv_heads * head_dim] f32 or [1]; absent otherwise
-  TensorView v_scale;
+  TensorView v_scale;  // int8: [num_kv_heads * v_head_dim] f32 or [1]; absent otherwise
 };
 
 class KvCache {
  public:
-  KvCache(const std::vector<KvLayerShape>& layers, KvType type, int64_t num_pages, int64_t page_size);
+  // Memory is 64-byte aligned and uninitialised: a slot must be written before it is read. `scales` has one entry a
+  // layer and belongs to int8 only; without it every layer has kDefaultScale, per tensor. kInvalidArgument names what
+  // is out of range, kOutOfMemory what could not be allocated.
+  KvCache(const std::vector<KvLayerShape>& layers, KvType type, int64_t num_pages, int64_t page_size,
+          const std::vector<KvScales>& scales = {});
+
+  static constexpr float kDefaultScale = 0.0625f;  // codes to 127 reach 7.9: normed models rarely exceed 8
 
   KvLayer layer(size_t layer_idx) const;
   size_t num_layers() const { return layers_.size(); }

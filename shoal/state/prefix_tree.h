@@ -5,8 +5,10 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <set>
 #include <span>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "shoal/state/page_pool.h"
@@ -36,11 +38,34 @@ class PrefixTree {
   int64_t num_cached() const;
 
  private:
-  struct Node;
+  using NodeIdx = int32_t;
+  static constexpr NodeIdx kRoot = -1;  // parent of the first pages; not stored
+
+  // Nodes live in one array: a prompt of 128K tokens is a path of thousands, too deep to destroy by recursion.
+  struct Node {
+    std::vector<int32_t> tokens;  // [page_size]
+    PageId page = -1;             // -1: the node is free
+    NodeIdx parent = kRoot;
+    int32_t num_children = 0;
+    uint64_t salt = 0;
+    uint64_t last_used = 0;
+  };
+
+  NodeIdx find(NodeIdx parent, uint64_t salt, std::span<const int32_t> tokens) const;
+  NodeIdx add(NodeIdx parent, uint64_t salt, std::span<const int32_t> tokens, PageId page);
+  void touch(NodeIdx idx);
+  void remove_leaf(NodeIdx idx);
+  std::span<const int32_t> page_of(std::span<const int32_t> tokens, size_t page_idx) const;
+  Node& node(NodeIdx idx) { return nodes_[static_cast<size_t>(idx)]; }
+  const Node& node(NodeIdx idx) const { return nodes_[static_cast<size_t>(idx)]; }
+
   PagePool& pool_;
   int64_t page_size_;
   uint64_t clock_ = 0;
-  std::unique_ptr<Node> root_;
+  std::vector<Node> nodes_;
+  std::vector<NodeIdx> free_nodes_;
+  std::unordered_multimap<uint64_t, NodeIdx> children_;  // hash of (parent, salt, tokens)
+  std::set<std::pair<uint64_t, NodeIdx>> leaves_;        // (last_used, node): least recently used first
 };
 
 }  // namespace shoal
