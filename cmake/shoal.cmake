@@ -52,6 +52,7 @@ function(shoal_test name)
   cmake_parse_arguments(arg "" "" "SOURCES;DEPS" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE ${arg_DEPS} shoal_testkit GTest::gtest GTest::gtest_main)
+  target_compile_definitions(${name} PRIVATE SHOAL_TEST_DATA="${PROJECT_SOURCE_DIR}/tests/golden")
   gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 300)
 endfunction()
 
