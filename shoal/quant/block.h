@@ -53,6 +53,13 @@ inline void store_f16(std::byte* p, float value) {
   std::memcpy(p, &bits, sizeof(bits));
 }
 
+// An f16 scale as `decode` will read it back.
+inline float rounded_f16(float value) {
+  std::byte bytes[2];
+  store_f16(bytes, value);
+  return f16(bytes);
+}
+
 inline void store_u16(std::byte* p, uint32_t value) {
   const uint16_t bits = static_cast<uint16_t>(value);
   std::memcpy(p, &bits, sizeof(bits));
@@ -68,10 +75,10 @@ inline float inverse(float scale) {
   return std::fabs(result) <= 0x1.fffffep127f ? result : 0.0f;
 }
 
-// Integer of a float already known to be finite, cut towards zero after clamping to [low, high].
+// Clamped to [low, high], then cut towards zero. NaN, which an overflow inside `encode` can make, gives `low`.
 inline int32_t to_int(float value, int32_t low, int32_t high) {
-  const float limited = value < static_cast<float>(low) ? static_cast<float>(low) : value;
-  return static_cast<int32_t>(limited > static_cast<float>(high) ? static_cast<float>(high) : limited);
+  const float limited = value > static_cast<float>(low) ? value : static_cast<float>(low);
+  return static_cast<int32_t>(limited < static_cast<float>(high) ? limited : static_cast<float>(high));
 }
 
 }  // namespace shoal::block

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "shoal/quant/block.h"
+#include "shoal/quant/scale_search.h"
 
 namespace shoal {
 
@@ -18,6 +19,40 @@ SHOAL_BLOCK_INLINE float iq4_value(uint32_t code) {
   constexpr int8_t kTable[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
   return static_cast<float>(kTable[code]);
 }
+
+// Code whose table value is nearest to value / scale.
+inline uint32_t iq4_nearest(float value, float inverse) {
+  uint32_t code = 0;
+  for (uint32_t i = 0; i < 15; ++i) {
+    code += value * inverse > 0.5f * (iq4_value(i) + iq4_value(i + 1)) ? 1 : 0;
+  }
+  return code;
+}
+
+// The scale of x ~ scale * table[q] with the least squared error among some that put the extreme value near either end.
+inline float iq4_search_scale(const float* x, int n) {
+  const float extreme = extreme_of(x, n);
+  const float unit = inverse(extreme);
+  float best_scale = 0.0f;
+  float best_gain = 0.0f;
+  for (const float end : {iq4_value(0), iq4_value(15)}) {
+    for (int t = -6; t <= 6 && unit != 0.0f; ++t) {
+      const float step_inverse = end * (1.0f + 0.03f * static_cast<float>(t)) * unit;
+      float xv = 0.0f;
+      float vv = 0.0f;
+      for (int i = 0; i < n; ++i) {
+        const float v = iq4_value(iq4_nearest(x[i], step_inverse));
+        xv += x[i] * unit * v;
+        vv += v * v;
+      }
+      if (xv * xv > best_gain * vv) {
+        best_gain = xv * xv / vv;
+        best_scale = xv / vv * extreme;
+      }
+    }
+  }
+  return best_scale;
+}
 }  // namespace block
 
 struct IQ4_NL {
@@ -25,7 +60,7 @@ struct IQ4_NL {
   static constexpr int kGgmlType = 20;
   static constexpr int kBlockSize = 32;
   static constexpr int kBlockBytes = 18;
-  static constexpr bool kCanEncode = false;
+  static constexpr bool kCanEncode = true;
 
   SHOAL_BLOCK_INLINE static void decode(const std::byte* __restrict block, float* __restrict values) {
     const float d = block::f16(block);
@@ -33,6 +68,17 @@ struct IQ4_NL {
       const uint32_t q = block::u8(block + 2 + i);
       values[i] = d * block::iq4_value(q & 15);
       values[i + 16] = d * block::iq4_value(q >> 4);
+    }
+  }
+
+  static void encode(const float* values, std::byte* block) {
+    const float d = block::rounded_f16(block::iq4_search_scale(values, kBlockSize));
+    const float inverse = block::inverse(d);
+    block::store_f16(block, d);
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t low = block::iq4_nearest(values[i], inverse);
+      const uint32_t high = block::iq4_nearest(values[i + 16], inverse);
+      block[2 + i] = block::to_byte(low | high << 4);
     }
   }
 };

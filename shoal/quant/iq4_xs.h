@@ -20,7 +20,7 @@ struct IQ4_XS {
   static constexpr int kGgmlType = 23;
   static constexpr int kBlockSize = 256;
   static constexpr int kBlockBytes = 136;
-  static constexpr bool kCanEncode = false;
+  static constexpr bool kCanEncode = true;
 
   SHOAL_BLOCK_INLINE static void decode(const std::byte* __restrict block, float* __restrict values) {
     const float d = block::f16(block);
@@ -37,6 +37,30 @@ struct IQ4_XS {
         out[i + 16] = scale * block::iq4_value(q >> 4);
       }
     }
+  }
+
+  static void encode(const float* values, std::byte* block) {
+    float scales[8];
+    for (int b = 0; b < 8; ++b) {
+      scales[b] = block::iq4_search_scale(values + 32 * b, 32);
+    }
+    const float d = block::rounded_f16(block::extreme_of(scales, 8) / -32.0f);
+    uint32_t sh = 0;
+    std::memset(block, 0, kBlockBytes);
+    block::store_f16(block, d);
+    for (int b = 0; b < 8; ++b) {
+      const int32_t scale = block::nearest_code(scales[b], block::inverse(d), -32, 31);
+      const uint32_t packed = scale + 32;
+      const float inverse = block::inverse(d * static_cast<float>(scale));
+      block[4 + b / 2] |= block::to_byte((packed & 15) << (4 * (b % 2)));
+      sh |= packed >> 4 << (2 * b);
+      for (int i = 0; i < 16; ++i) {
+        const uint32_t low = block::iq4_nearest(values[32 * b + i], inverse);
+        const uint32_t high = block::iq4_nearest(values[32 * b + i + 16], inverse);
+        block[8 + 16 * b + i] = block::to_byte(low | high << 4);
+      }
+    }
+    block::store_u16(block + 2, sh);
   }
 };
 

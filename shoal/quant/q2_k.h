@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "shoal/quant/block.h"
+#include "shoal/quant/scale_search.h"
 
 namespace shoal {
 
@@ -20,7 +21,7 @@ struct Q2_K {
   static constexpr int kGgmlType = 10;
   static constexpr int kBlockSize = 256;
   static constexpr int kBlockBytes = 84;
-  static constexpr bool kCanEncode = false;
+  static constexpr bool kCanEncode = true;
 
   SHOAL_BLOCK_INLINE static void decode(const std::byte* __restrict block, float* __restrict values) {
     const float d = block::f16(block + 80);
@@ -35,6 +36,33 @@ struct Q2_K {
       for (int l = 0; l < 16; ++l) {
         const int32_t q = static_cast<int32_t>(block::u8(qs + l)) >> shift & 3;
         out[l] = scale * static_cast<float>(q) - min;
+      }
+    }
+  }
+
+  static void encode(const float* values, std::byte* block) {
+    block::ScaleMin groups[16];
+    float max_scale = 0.0f;
+    float max_min = 0.0f;
+    for (int i = 0; i < 16; ++i) {
+      groups[i] = block::search_scale_min(values + 16 * i, 16, 3);
+      max_scale = std::fmax(max_scale, groups[i].scale);
+      max_min = std::fmax(max_min, groups[i].min);
+    }
+    const float d = block::rounded_f16(max_scale / 15.0f);
+    const float dmin = block::rounded_f16(max_min / 15.0f);
+    std::memset(block, 0, kBlockBytes);
+    block::store_f16(block + 80, d);
+    block::store_f16(block + 82, dmin);
+    for (int i = 0; i < 16; ++i) {
+      const int32_t mn = block::nearest_code(groups[i].min, block::inverse(dmin), 0, 15);
+      const float min = dmin * static_cast<float>(mn);
+      int32_t codes[16];
+      const int32_t sc = block::quantise_group_scale(values + 16 * i, 16, groups[i].scale, d, min, 0, 15, 0, 3, codes);
+      block[i] = block::to_byte(sc | mn << 4);
+      std::byte* qs = block + 16 + 32 * (i / 8) + 16 * (i % 2);
+      for (int l = 0; l < 16; ++l) {
+        qs[l] |= block::to_byte(codes[l] << (i / 2 % 4 * 2));
       }
     }
   }

@@ -20,7 +20,7 @@ struct Q4_K {
   static constexpr int kGgmlType = 12;
   static constexpr int kBlockSize = 256;
   static constexpr int kBlockBytes = 144;
-  static constexpr bool kCanEncode = false;
+  static constexpr bool kCanEncode = true;
 
   SHOAL_BLOCK_INLINE static void decode(const std::byte* __restrict block, float* __restrict values) {
     const float d = block::f16(block);
@@ -37,6 +37,18 @@ struct Q4_K {
         const int32_t q = static_cast<int32_t>(block::u8(qs + l));
         out[l] = scale_low * static_cast<float>(q & 15) - min_low;
         out[l + 32] = scale_high * static_cast<float>(q >> 4) - min_high;
+      }
+    }
+  }
+
+  static void encode(const float* values, std::byte* block) {
+    block::KGroups groups(values, 15);
+    std::memset(block, 0, kBlockBytes);
+    groups.store(block);
+    for (int i = 0; i < 8; ++i) {
+      std::byte* qs = block + 16 + 32 * (i / 2);
+      for (int l = 0; l < 32; ++l) {
+        qs[l] |= block::to_byte(groups.codes[i][l] << (4 * (i % 2)));
       }
     }
   }

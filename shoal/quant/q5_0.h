@@ -6,12 +6,11 @@
 //   value        d * (q - 16)
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
 
-#include "shoal/quant/block.h"
+#include "shoal/quant/scale_search.h"
 
 namespace shoal {
 
@@ -37,10 +36,7 @@ struct Q5_0 {
 
   // The value of largest magnitude becomes code 0, so that -16, the longer side of the range, is used.
   static void encode(const float* values, std::byte* block) {
-    float extreme = 0.0f;
-    for (int i = 0; i < kBlockSize; ++i) {
-      extreme = std::fabs(values[i]) > std::fabs(extreme) ? values[i] : extreme;
-    }
+    const float extreme = block::extreme_of(values, kBlockSize);
     const float d = extreme / -16.0f;
     const float inverse = block::inverse(d);
     block::store_f16(block, d);

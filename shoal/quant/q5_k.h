@@ -21,7 +21,7 @@ struct Q5_K {
   static constexpr int kGgmlType = 13;
   static constexpr int kBlockSize = 256;
   static constexpr int kBlockBytes = 176;
-  static constexpr bool kCanEncode = false;
+  static constexpr bool kCanEncode = true;
 
   SHOAL_BLOCK_INLINE static void decode(const std::byte* __restrict block, float* __restrict values) {
     const float d = block::f16(block);
@@ -40,6 +40,20 @@ struct Q5_K {
         const int32_t h = static_cast<int32_t>(block::u8(qh + l) >> (2 * j));
         out[l] = scale_low * static_cast<float>((q & 15) | (h & 1) << 4) - min_low;
         out[l + 32] = scale_high * static_cast<float>(q >> 4 | (h & 2) << 3) - min_high;
+      }
+    }
+  }
+
+  static void encode(const float* values, std::byte* block) {
+    block::KGroups groups(values, 31);
+    std::memset(block, 0, kBlockBytes);
+    groups.store(block);
+    for (int i = 0; i < 8; ++i) {
+      std::byte* qs = block + 48 + 32 * (i / 2);
+      for (int l = 0; l < 32; ++l) {
+        const uint32_t code = groups.codes[i][l];
+        qs[l] |= block::to_byte((code & 15) << (4 * (i % 2)));
+        block[16 + l] |= block::to_byte(code >> 4 << i);
       }
     }
   }

@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "shoal/quant/block.h"
+#include "shoal/quant/scale_search.h"
 
 namespace shoal {
 
@@ -20,7 +21,7 @@ struct Q6_K {
   static constexpr int kGgmlType = 14;
   static constexpr int kBlockSize = 256;
   static constexpr int kBlockBytes = 210;
-  static constexpr bool kCanEncode = false;
+  static constexpr bool kCanEncode = true;
 
   SHOAL_BLOCK_INLINE static void decode(const std::byte* __restrict block, float* __restrict values) {
     const float d = block::f16(block + 208);
@@ -43,6 +44,31 @@ struct Q6_K {
           out[l + 64] = scale_2 * static_cast<float>((a >> 4 | (h >> 4 & 3) << 4) - 32);
           out[l + 96] = scale_3 * static_cast<float>((b >> 4 | (h >> 6) << 4) - 32);
         }
+      }
+    }
+  }
+
+  static void encode(const float* values, std::byte* block) {
+    float scales[16];
+    for (int i = 0; i < 16; ++i) {
+      scales[i] = block::search_scale(values + 16 * i, 16, -32, 31);
+    }
+    const float d = block::rounded_f16(block::extreme_of(scales, 16) / -128.0f);
+    std::memset(block, 0, kBlockBytes);
+    block::store_f16(block + 208, d);
+    for (int i = 0; i < 16; ++i) {
+      int32_t codes[16];
+      const int32_t sc =
+          block::quantise_group_scale(values + 16 * i, 16, scales[i], d, 0.0f, -128, 127, -32, 31, codes);
+      block[192 + i] = block::to_byte(sc);
+      const int n = i / 8;
+      const int g = i / 2 % 4;
+      std::byte* ql = block + 64 * n + 32 * (g % 2) + 16 * (i % 2);
+      std::byte* qh = block + 128 + 32 * n + 16 * (i % 2);
+      for (int l = 0; l < 16; ++l) {
+        const uint32_t code = codes[l] + 32;
+        ql[l] |= block::to_byte((code & 15) << (g < 2 ? 0 : 4));
+        qh[l] |= block::to_byte(code >> 4 << (2 * g));
       }
     }
   }
