@@ -19,9 +19,9 @@
 namespace shoal {
 
 struct RmsNormArgs {
-  TensorView out;           // [num_tokens, hidden]
-  TensorView x;             // [num_tokens, hidden]
-  TensorView weight;        // [hidden]
+  TensorView out;             // [num_tokens, hidden]
+  TensorView x;               // [num_tokens, hidden]
+  TensorView weight;          // [hidden]
   TensorView residual{};      // [num_tokens, hidden], optional
   TensorView residual_out{};  // [num_tokens, hidden]; required with residual
   float eps = 1e-5f;
