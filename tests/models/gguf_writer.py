@@ -1,0 +1,148 @@
+"""Writes tiny GGUF models with the `gguf` package: from the golden folders, or random ones in a given number format."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+# GGUF's name <- Hugging Face's, for the families that are read. "{}" is the layer.
+NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "blk.{}.attn_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "blk.{}.attn_q.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "blk.{}.attn_k.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "blk.{}.attn_v.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "blk.{}.attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "blk.{}.attn_q.bias": "model.layers.{}.self_attn.q_proj.bias",
+    "blk.{}.attn_k.bias": "model.layers.{}.self_attn.k_proj.bias",
+    "blk.{}.attn_v.bias": "model.layers.{}.self_attn.v_proj.bias",
+    "blk.{}.attn_q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "blk.{}.attn_k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "blk.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.ffn_gate.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "blk.{}.ffn_up.weight": "model.layers.{}.mlp.up_proj.weight",
+    "blk.{}.ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
+}
+GEMMA3_NAMES = {
+    **NAMES,
+    "blk.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+
+
+def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of q and k as llama's GGUF files have them: channel i of the first half beside channel i of the second."""
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture: str, quantise=None) -> None:
+    """`quantise(name, array) -> (raw array, type) | None` chooses the storage of a matrix; None keeps f32."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_name("tiny")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config["rope_parameters"]
+    if architecture == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+        writer.add_float32("gemma3.final_logit_softcapping", config["final_logit_softcapping"])
+        rope = {"rope_type": "default"}
+    else:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        kinds = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
+        writer.add_rope_scaling_type(kinds[rope["rope_type"]])
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
+    names = GEMMA3_NAMES if architecture == "gemma3" else NAMES
+    for pattern, hf_pattern in names.items():
+        layers = range(config["num_hidden_layers"]) if "{}" in pattern else [0]
+        for layer in layers:
+            name, value = pattern.format(layer), tensors.get(hf_pattern.format(layer))
+            if value is None:
+                continue
+            value = np.asarray(value, dtype=np.float32)
+            if architecture == "gemma3" and "norm" in name:
+                value = value + 1
+            if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+                value = interleave(value, heads if ".attn_q." in name else kv_heads)
+            stored = quantise(name, value) if quantise is not None and value.ndim == 2 else None
+            if stored is None:
+                writer.add_tensor(name, np.ascontiguousarray(value))
+            else:
+                writer.add_tensor(name, stored[0], raw_dtype=stored[1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
+    """What converters store as rope_freqs.weight: by how much each frequency is divided (Llama 3.1)."""
+    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    wavelengths = 2 * np.pi / frequencies
+    low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
+    smooth = (rope["original_max_position_embeddings"] / wavelengths - rope["low_freq_factor"]) / (
+        rope["high_freq_factor"] - rope["low_freq_factor"]
+    )
+    factors = np.where(wavelengths < high, 1.0, np.where(wavelengths > low, rope["factor"], 0.0))
+    middle = factors == 0.0
+    factors[middle] = 1.0 / ((1 - smooth[middle]) / rope["factor"] + smooth[middle])
+    return factors.astype(np.float32)
+
+
+def random_llama(seed: int, hidden: int = 256, layers: int = 2) -> tuple[dict, dict[str, np.ndarray]]:
+    """A random llama whose widths suit every block format (multiples of 256)."""
+    config = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 256,
+        "hidden_size": hidden,
+        "intermediate_size": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    random = np.random.default_rng(seed)
+
+    def matrix(n: int, k: int) -> np.ndarray:
+        return (random.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(320, hidden) * 8,
+        "model.norm.weight": np.ones(hidden, np.float32),
+        "lm_head.weight": matrix(320, hidden) * 2,
+    }
+    for i in range(layers):
+        prefix = f"model.layers.{i}."
+        tensors[prefix + "input_layernorm.weight"] = random.uniform(0.5, 1.5, hidden).astype(np.float32)
+        tensors[prefix + "post_attention_layernorm.weight"] = random.uniform(0.5, 1.5, hidden).astype(np.float32)
+        for name, n, k in (
+            ("self_attn.q_proj", 256, hidden),
+            ("self_attn.k_proj", 128, hidden),
+            ("self_attn.v_proj", 128, hidden),
+            ("self_attn.o_proj", hidden, 256),
+            ("mlp.gate_proj", 512, hidden),
+            ("mlp.up_proj", 512, hidden),
+            ("mlp.down_proj", hidden, 512),
+        ):
+            tensors[f"{prefix}{name}.weight"] = matrix(n, k)
+    return config, tensors

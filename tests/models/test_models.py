@@ -1,0 +1,171 @@
+"""Every family against the logits that `transformers` computed (tests/golden/models), from folders and from GGUF."""
+
+import json
+from pathlib import Path
+
+import gguf
+import gguf_writer
+import ml_dtypes
+import numpy as np
+import pytest
+
+import shoal
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "models"
+FAMILIES = sorted(p.name for p in GOLDEN.iterdir())
+ARCHITECTURES = {"llama": "llama", "llama_bias": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+GREEDY = shoal.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+MARGIN = 1e-3
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    out = {}
+    for name, entry in json.loads(raw[8 : 8 + size]).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            values = np.frombuffer(raw[8 + size + begin : 8 + size + end], ml_dtypes.bfloat16)
+            out[name] = values.reshape(entry["shape"]).astype(np.float32)
+    return out
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def golden(family: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / family / "golden.npz"))
+
+
+def check_logits(llm: shoal.LLM, expected: dict[str, np.ndarray], tolerance: float = 2e-3) -> None:
+    logits = llm.logits([expected["tokens"].tolist()])[0]
+    assert logits.shape == expected["logits"].shape
+    largest = np.abs(expected["logits"]).max()
+    assert np.abs(logits - expected["logits"]).max() <= tolerance * largest
+
+
+def test_folder_matches_transformers(family):
+    llm = shoal.LLM(str(GOLDEN / family), exact=True)
+    expected = golden(family)
+    check_logits(llm, expected)
+    prompt = expected["tokens"][:16].tolist()
+    tokens = llm.generate([prompt], GREEDY)[0].token_ids
+    if tokens != expected["greedy"].tolist():  # only a near tie may differ
+        at = int(np.flatnonzero(np.array(tokens) != expected["greedy"])[0])
+        logits = np.sort(llm.logits([prompt + tokens[:at]])[0][-1])
+        assert logits[-1] - logits[-2] <= MARGIN
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_gguf_matches_transformers(name, tmp_path):
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    if name == "gemma3":
+        config["query_pre_attn_scalar"] = config["head_dim"]
+    tensors = read_safetensors(GOLDEN / name / "model.safetensors")
+    path = tmp_path / "tiny.gguf"
+    gguf_writer.write(path, config, tensors, ARCHITECTURES[name])
+    llm = shoal.LLM(str(path), exact=True)
+    if name == "gemma3":
+        # GGUF has no key for query_pre_attn_scalar: the folder with the common value is the reference here, itself held to
+        # transformers above with another value.
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes((GOLDEN / name / "model.safetensors").read_bytes())
+        expected = golden(name)
+        expected["logits"] = shoal.LLM(str(folder), exact=True).logits([expected["tokens"].tolist()])[0]
+        check_logits(llm, expected, 1e-5)
+        return
+    if name == "llama_bias":
+        pytest.skip("GGUF has no names for the biases of o, gate, up and down that this folder has")
+    check_logits(llm, golden(name))
+
+
+def test_int8_activations_stay_close(family):
+    """Default mode on f32 weights changes nothing but the KV cache's type."""
+    llm = shoal.LLM(str(GOLDEN / family))
+    check_logits(llm, golden(family), 2e-2)
+
+
+TYPES = [t for t in gguf.GGMLQuantizationType if t.name in (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+    "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "MXFP4", "NVFP4")]  # fmt: skip
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Blocks of random codes with small finite scales: legal for every type, also those that nobody can encode here."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(seed)
+    n, k = shape
+    if kind.name == "F32":
+        return random.standard_normal(shape).astype(np.float32) / np.sqrt(k)
+    if kind.name == "F16":
+        return (random.standard_normal(shape) / np.sqrt(k)).astype(np.float16)
+    if kind.name == "BF16":
+        return (random.standard_normal(shape) / np.sqrt(k)).astype(ml_dtypes.bfloat16).view(np.uint8).reshape(n, -1)
+    raw = random.integers(0, 256, (n, k // block, size), dtype=np.uint8)
+    f16 = {  # byte offsets of the half-precision scales
+        "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+        "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ2_XXS": [0], "IQ2_XS": [0],
+        "IQ2_S": [0], "IQ3_XXS": [0], "IQ3_S": [0], "MXFP4": [], "NVFP4": []}[kind.name]  # fmt: skip
+    for offset in f16:
+        scale = random.uniform(0.0005, 0.002, raw.shape[:2]).astype(np.float16)
+        raw[..., offset : offset + 2] = scale[..., None].view(np.uint8)
+    if kind.name == "MXFP4":
+        raw[..., 0] = random.integers(118, 123, raw.shape[:2])
+    if kind.name == "NVFP4":
+        raw[..., :4] = random.integers(8, 24, (*raw.shape[:2], 4))
+    return raw.reshape(n, -1)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.name.lower())
+def test_every_gguf_type_equals_its_dequantised_weights(kind, tmp_path):
+    """Loads each block type; exact logits equal those of the same model with the weights that `gguf` decodes."""
+    config, tensors = gguf_writer.random_llama(seed=3)
+    blocks, decoded = {}, dict(tensors)
+
+    def quantise(name, value):
+        if not name.startswith("blk."):
+            return None
+        blocks[name] = random_blocks(kind, value.shape, len(blocks))
+        return blocks[name], kind
+
+    path = tmp_path / "quantised.gguf"
+    gguf_writer.write(path, config, tensors, "llama", quantise)
+
+    def dequantise(name, value):
+        if name not in blocks:
+            return None
+        raw = blocks[name]
+        if kind.name == "BF16":
+            values = raw.view(ml_dtypes.bfloat16).astype(np.float32)
+        else:
+            values = raw.astype(np.float32) if kind.name in ("F32", "F16") else gguf.quants.dequantize(raw, kind)
+        return values.reshape(value.shape).astype(np.float32), gguf.GGMLQuantizationType.F32
+
+    reference = tmp_path / "dequantised.gguf"
+    gguf_writer.write(reference, config, decoded, "llama", dequantise)
+    tokens = [(i * 37) % 320 for i in range(20)]
+    expected = shoal.LLM(str(reference), exact=True).logits([tokens])[0]
+    logits = shoal.LLM(str(path), exact=True).logits([tokens])[0]
+    assert np.isfinite(expected).all() and np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    default = shoal.LLM(str(path)).logits([tokens])[0]
+    np.testing.assert_allclose(default, expected, rtol=0, atol=0.1 * np.abs(expected).max())
+
+
+def test_greedy_tokens_do_not_depend_on_company(family):
+    """Alone, in a batch, in chunks, with small pages, after a prefix hit: the same tokens."""
+    folder = str(GOLDEN / family)
+    tokens = golden(family)["tokens"].tolist()
+    prompts = [tokens[:n] for n in (5, 17, 33, 48)]
+    alone = shoal.LLM(folder)
+    expected = [alone.generate([p], GREEDY)[0].token_ids for p in prompts]
+    again = [alone.generate([p], GREEDY)[0].token_ids for p in prompts]  # prefix hits
+    together = [c.token_ids for c in shoal.LLM(folder, page_size=16).generate(prompts, GREEDY)]
+    chunked = [c.token_ids for c in shoal.LLM(folder, max_batch_tokens=7).generate(prompts, GREEDY)]
+    assert again == expected
+    assert together == expected
+    assert chunked == expected
