@@ -36,8 +36,8 @@ struct RopeConfig {
   double mscale = 0.0;                   // yarn, deepseek
   double mscale_all_dim = 0.0;           // yarn, deepseek
   bool truncate = true;                  // yarn: round the correction range outward to integers
-  std::vector<float>
-      freq_factors;  // GGUF rope_freqs.weight [rotary_dim/2]: inverse frequencies are divided by it; or empty
+  // GGUF rope_freqs.weight [rotary_dim/2]: inverse frequencies are divided by it; or empty.
+  std::vector<float> freq_factors{};
 };
 
 struct RopeTables {
@@ -45,7 +45,8 @@ struct RopeTables {
   Tensor sin;  // [max_pos, rotary_dim/2] f32
 };
 
-// Tables for positions [0, max_pos); YaRN's attention factor is multiplied in.
+// Tables for positions [0, max_pos); YaRN's attention factor is multiplied in. Frequencies and angles are f64, where
+// transformers has f32 (rope_tables.cpp). kInvalidArgument names the value that is out of range.
 RopeTables make_rope_tables(const RopeConfig& config, int64_t max_pos);
 
 struct RopeArgs {
