@@ -9,7 +9,10 @@
 //   static constexpr int kBlockSize, kBlockBytes;   // values and bytes of one block
 //   static void decode(const std::byte* block, float* values);   // exactly kBlockSize values; any alignment
 //   static constexpr bool kCanEncode;
-//   static void encode(const float* values, std::byte* block);   // if kCanEncode
+//   static void encode(const float* values, std::byte* block);   // if kCanEncode; finite values, for blocks
+//
+// From a Format to its struct: visit_format.h. A new format is its header, a line in formats.def and its #include
+// there.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +45,13 @@ std::optional<Format> format_from_ggml_type(uint32_t ggml_type);
 // Bytes of a row of k values. kInvalidArgument if k is not a whole number of blocks.
 int64_t row_bytes(Format format, int64_t k);
 
-// Decodes `k` values of one row to f32 / encodes them. `k` is a whole number of blocks.
-// encode_row: kUnsupported for a format that cannot be encoded.
+// Decodes `k` values of one row to f32, bit for bit as the PyPI package `gguf` does; only the scales that it reads as
+// numbers although they are NaN (e8m0 255, e4m3 0x7f) are NaN here. kInvalidArgument if k is not whole blocks.
+//
+// encode_row is the inverse. Element types round to nearest even. Blocks keep the error small (tested per format) and
+// saturate where a scale would overflow; each is encoded on its own, so the bytes do not depend on the row's length.
+// kInvalidArgument also for a value that is not finite (blocks only), kUnsupported for a format that cannot be encoded;
+// nothing is written then.
 void decode_row(Format format, const std::byte* row, int64_t k, float* values);
 void encode_row(Format format, const float* values, int64_t k, std::byte* row);
 

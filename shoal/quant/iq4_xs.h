@@ -42,7 +42,7 @@ struct IQ4_XS {
   static void encode(const float* values, std::byte* block) {
     float scales[8];
     for (int b = 0; b < 8; ++b) {
-      scales[b] = block::iq4_search_scale(values + 32 * b, 32);
+      scales[b] = block::iq4_search_scale(values + 32 * b);
     }
     const float d = block::rounded_f16(block::extreme_of(scales, 8) / -32.0f);
     uint32_t sh = 0;
@@ -55,8 +55,8 @@ struct IQ4_XS {
       block[4 + b / 2] |= block::to_byte((packed & 15) << (4 * (b % 2)));
       sh |= packed >> 4 << (2 * b);
       for (int i = 0; i < 16; ++i) {
-        const uint32_t low = block::iq4_nearest(values[32 * b + i], inverse);
-        const uint32_t high = block::iq4_nearest(values[32 * b + i + 16], inverse);
+        const uint32_t low = block::iq4_nearest(values[32 * b + i] * inverse);
+        const uint32_t high = block::iq4_nearest(values[32 * b + i + 16] * inverse);
         block[8 + 16 * b + i] = block::to_byte(low | high << 4);
       }
     }

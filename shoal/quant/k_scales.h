@@ -32,7 +32,7 @@ struct KGroups {
     float max_scale = 0.0f;
     float max_min = 0.0f;
     for (int i = 0; i < 8; ++i) {
-      wanted[i] = search_scale_min(values + 32 * i, 32, high);
+      wanted[i] = search_scale_min<32>(values + 32 * i, high);
       max_scale = std::fmax(max_scale, wanted[i].scale);
       max_min = std::fmax(max_min, wanted[i].min);
     }
@@ -41,7 +41,7 @@ struct KGroups {
     for (int i = 0; i < 8; ++i) {
       mins[i] = nearest_code(wanted[i].min, inverse(dmin), 0, 63);
       const float min = dmin * static_cast<float>(mins[i]);
-      scales[i] = quantise_group_scale(values + 32 * i, 32, wanted[i].scale, d, min, 0, 63, 0, high, codes[i]);
+      scales[i] = quantise_group_scale<32>(values + 32 * i, wanted[i].scale, d, min, 0, 63, 0, high, codes[i]);
     }
   }
 

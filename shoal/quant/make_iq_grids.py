@@ -5,8 +5,8 @@
 
 import sys
 import zlib
+from importlib.metadata import version
 
-import gguf
 import numpy as np
 from gguf import quants
 
@@ -60,9 +60,6 @@ def emit(name: str, cls) -> None:
 
 
 def main() -> None:
-    from importlib.metadata import version
-
-    assert gguf.GGMLQuantizationType.IQ3_S == 21
     print(HEADER.format(version=version("gguf")))
     emit("Iq2Xxs", quants.IQ2_XXS)
     emit("Iq2Xs", quants.IQ2_XS)

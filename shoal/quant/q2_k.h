@@ -45,7 +45,7 @@ struct Q2_K {
     float max_scale = 0.0f;
     float max_min = 0.0f;
     for (int i = 0; i < 16; ++i) {
-      groups[i] = block::search_scale_min(values + 16 * i, 16, 3);
+      groups[i] = block::search_scale_min<16>(values + 16 * i, 3);
       max_scale = std::fmax(max_scale, groups[i].scale);
       max_min = std::fmax(max_min, groups[i].min);
     }
@@ -58,7 +58,7 @@ struct Q2_K {
       const int32_t mn = block::nearest_code(groups[i].min, block::inverse(dmin), 0, 15);
       const float min = dmin * static_cast<float>(mn);
       int32_t codes[16];
-      const int32_t sc = block::quantise_group_scale(values + 16 * i, 16, groups[i].scale, d, min, 0, 15, 0, 3, codes);
+      const int32_t sc = block::quantise_group_scale<16>(values + 16 * i, groups[i].scale, d, min, 0, 15, 0, 3, codes);
       block[i] = block::to_byte(sc | mn << 4);
       std::byte* qs = block + 16 + 32 * (i / 8) + 16 * (i % 2);
       for (int l = 0; l < 16; ++l) {

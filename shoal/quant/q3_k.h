@@ -47,7 +47,7 @@ struct Q3_K {
   static void encode(const float* values, std::byte* block) {
     float scales[16];
     for (int i = 0; i < 16; ++i) {
-      scales[i] = block::search_scale(values + 16 * i, 16, -4, 3);
+      scales[i] = block::search_scale<16>(values + 16 * i, -4, 3);
     }
     const float d = block::rounded_f16(block::extreme_of(scales, 16) / -32.0f);
     std::memset(block, 0, kBlockBytes);
@@ -55,7 +55,7 @@ struct Q3_K {
     for (int i = 0; i < 16; ++i) {
       int32_t codes[16];
       const uint32_t sc =
-          32 + block::quantise_group_scale(values + 16 * i, 16, scales[i], d, 0.0f, -32, 31, -4, 3, codes);
+          32 + block::quantise_group_scale<16>(values + 16 * i, scales[i], d, 0.0f, -32, 31, -4, 3, codes);
       block[96 + i % 8] |= block::to_byte((sc & 15) << (i < 8 ? 0 : 4));
       block[104 + i % 4] |= block::to_byte(sc >> 4 << (2 * (i / 4)));
       std::byte* qs = block + 32 + 32 * (i / 8) + 16 * (i % 2);

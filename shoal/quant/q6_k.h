@@ -51,7 +51,7 @@ struct Q6_K {
   static void encode(const float* values, std::byte* block) {
     float scales[16];
     for (int i = 0; i < 16; ++i) {
-      scales[i] = block::search_scale(values + 16 * i, 16, -32, 31);
+      scales[i] = block::search_scale<16>(values + 16 * i, -32, 31);
     }
     const float d = block::rounded_f16(block::extreme_of(scales, 16) / -128.0f);
     std::memset(block, 0, kBlockBytes);
@@ -59,7 +59,7 @@ struct Q6_K {
     for (int i = 0; i < 16; ++i) {
       int32_t codes[16];
       const int32_t sc =
-          block::quantise_group_scale(values + 16 * i, 16, scales[i], d, 0.0f, -128, 127, -32, 31, codes);
+          block::quantise_group_scale<16>(values + 16 * i, scales[i], d, 0.0f, -128, 127, -32, 31, codes);
       block[192 + i] = block::to_byte(sc);
       const int n = i / 8;
       const int g = i / 2 % 4;

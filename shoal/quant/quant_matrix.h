@@ -23,7 +23,8 @@ struct QuantMatrix {
   const std::byte* row(int64_t n_idx) const { return codes + n_idx * row_bytes(format, k); }
 };
 
-// Decodes rows [begin, end) to f32, row-major [end - begin, k]. Any format.
+// Decodes rows [begin, end) to f32, row-major [end - begin, k]. Any format. kInvalidArgument if the matrix lacks a row
+// or k is not a whole number of blocks.
 void decode_rows(const QuantMatrix& matrix, int64_t begin, int64_t end, float* values);
 
 }  // namespace shoal
