@@ -14,13 +14,20 @@
 namespace shoal {
 namespace {
 
-constexpr std::string_view kVariants = "ref, f32";
+constexpr std::string_view kVariants = "i8, f32, ref";
 
 bool is_plain(Format format) { return format == Format::kF32 || format == Format::kF16 || format == Format::kBF16; }
 
-MatmulKernel select_kernel(Format format, std::string_view variant) {
+MatmulKernel select_kernel(Format format, MatmulPrecision precision, std::string_view variant) {
   if (variant == "ref") {
     return MatmulKernel::kReference;
+  }
+  if (precision == MatmulPrecision::kDefault && variant != "f32" && integer_layout(format)) {
+    return MatmulKernel::kInteger;
+  }
+  if (variant == "i8") {
+    fail(ErrorCode::kUnsupported, "matmul: variant \"i8\" has no kernel for ", info(format).name,
+         precision == MatmulPrecision::kExact ? " in exact precision" : "");
   }
   return is_plain(format) ? MatmulKernel::kPlain : MatmulKernel::kDecode;
 }
@@ -30,6 +37,7 @@ std::string_view variant_of(MatmulKernel kernel) {
     case MatmulKernel::kReference: return "ref";
     case MatmulKernel::kDecode:
     case MatmulKernel::kPlain: return "f32";
+    case MatmulKernel::kInteger: return "i8";
   }
   return "";
 }
@@ -74,8 +82,9 @@ int64_t MatmulWeight::num_bytes() const {
 
 MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context) {
   require(!parts.empty(), "matmul: no weight given");
-  require(context.variant.empty() || context.variant == "ref" || context.variant == "f32", "matmul: variant \"",
-          printable(context.variant), "\" is unknown: ", kVariants);
+  const std::string_view variant = context.variant;
+  require(variant.empty() || variant == "i8" || variant == "f32" || variant == "ref", "matmul: variant \"",
+          printable(variant), "\" is unknown: ", kVariants);
   MatmulWeight weight;
   weight.impl_ = std::make_unique<MatmulWeight::Impl>();
   MatmulWeight::Impl& impl = *weight.impl_;
@@ -93,12 +102,12 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
     require(raw.codes != nullptr || raw.n * raw.k == 0, "matmul: a weight has no data");
     MatmulPart part;
     part.raw = raw;
-    part.kernel = select_kernel(raw.format, context.variant);
+    part.kernel = select_kernel(raw.format, precision, variant);
     part.n = raw.n;
     part.out_begin = impl.n;
     part.group_begin = impl.num_groups;
     part.num_groups = ceil_div<int64_t>(raw.n, impl.group);
-    if (part.kernel == MatmulKernel::kPlain) {
+    if (part.kernel == MatmulKernel::kPlain || part.kernel == MatmulKernel::kInteger) {
       pack_matmul_part(part, raw.k, impl.group, *context.pool);
     }
     impl.n += part.n;
@@ -112,13 +121,38 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
   return weight;
 }
 
-size_t matmul_workspace_bytes(const MatmulWeight& weight, int64_t m) {
-  const MatmulWeight::Impl& impl = weight.impl();
-  const bool decodes = std::any_of(impl.parts.begin(), impl.parts.end(),
-                                   [](const MatmulPart& part) { return part.kernel == MatmulKernel::kDecode; });
-  const auto slot_size = static_cast<size_t>(decode_scratch_size(impl.group));
-  return decodes && m > 0 ? Workspace::bytes_for<float>(slot_size * static_cast<size_t>(impl.num_slots)) : 0;
+namespace {
+
+bool uses(const MatmulWeight::Impl& impl, MatmulKernel kernel) {
+  return std::any_of(impl.parts.begin(), impl.parts.end(),
+                     [kernel](const MatmulPart& part) { return part.kernel == kernel; });
 }
+
+// Scratch of a call: quantised activations of all rows, and per slot a decoded tile.
+struct Scratch {
+  int64_t num_codes = 0;
+  int64_t num_blocks = 0;
+  int64_t num_decoded = 0;
+
+  Scratch(const MatmulWeight::Impl& impl, int64_t m) {
+    if (uses(impl, MatmulKernel::kInteger)) {
+      num_codes = m * impl.k;
+      num_blocks = num_codes / kQuantBlock;
+    }
+    if (uses(impl, MatmulKernel::kDecode) && m > 0) {
+      num_decoded = decode_scratch_size(impl.group) * impl.num_slots;
+    }
+  }
+  size_t num_bytes() const {
+    return Workspace::bytes_for<int8_t>(static_cast<size_t>(num_codes)) +
+           Workspace::bytes_for<QuantBlock>(static_cast<size_t>(num_blocks)) +
+           Workspace::bytes_for<float>(static_cast<size_t>(num_decoded));
+  }
+};
+
+}  // namespace
+
+size_t matmul_workspace_bytes(const MatmulWeight& weight, int64_t m) { return Scratch(weight.impl(), m).num_bytes(); }
 
 namespace {
 
@@ -151,15 +185,70 @@ void fill_with_bias(const MatmulRows& rows, int64_t n) {
   }
 }
 
-// Groups [begin, end) counted over all parts.
-void run_groups(const MatmulWeight::Impl& impl, const MatmulRows& rows, int64_t begin, int64_t end, float* scratch) {
+// Rows [begin, end) of a call.
+MatmulRows slice(MatmulRows rows, int64_t begin, int64_t end) {
+  rows.a += begin * rows.a_stride;
+  rows.out += begin * rows.out_stride;
+  rows.m = end - begin;
+  return rows;
+}
+
+// Outputs of groups [begin, end), counted over all parts.
+void run_groups(const MatmulWeight::Impl& impl, const MatmulRows& rows, const QuantRows& quant, int64_t begin,
+                int64_t end, float* decoded) {
   for (const MatmulPart& part : impl.parts) {
     const int64_t from = std::max<int64_t>(begin - part.group_begin, 0);
     const int64_t to = std::min(end - part.group_begin, part.num_groups);
-    if (from < to) {
-      SHOAL_PICK_ISA(impl.isa, matmul_f32_groups)(part, rows, from, to, scratch);
+    if (from >= to) {
+      continue;
+    }
+    if (part.kernel == MatmulKernel::kInteger) {
+      SHOAL_PICK_ISA(impl.isa, matmul_integer_groups)(part, rows, quant, from, to);
+    } else {
+      SHOAL_PICK_ISA(impl.isa, matmul_f32_groups)(part, rows, from, to, decoded);
     }
   }
+}
+
+constexpr int64_t kSerialQuantSize = 4096;  // activations quantised faster (about 2 us) than threads are woken
+constexpr int64_t kSplitRows = 64;          // rows of a unit of work, where the outputs alone are too few to share
+
+void quantize(const MatmulWeight::Impl& impl, const MatmulRows& rows, const QuantRows& quant,
+              const OpContext& context) {
+  const auto body = [&](int64_t begin, int64_t end, int) {
+    SHOAL_PICK_ISA(impl.isa, quantize_activations)(rows, begin, end, quant);
+  };
+  if (rows.m * rows.k <= kSerialQuantSize) {
+    body(0, rows.m, 0);
+  } else {
+    context.pool->parallel_for(rows.m, 1, body);
+  }
+}
+
+// Work is cut in units, (block of rows) x (pair of groups), and each slot gets a contiguous range of them.
+void run_units(const MatmulWeight::Impl& impl, const MatmulRows& rows, const QuantRows& quant, float* decoded,
+               const OpContext& context) {
+  const int64_t num_pairs = ceil_div<int64_t>(impl.num_groups, kDecodeGroups);
+  const int64_t block_rows = num_pairs >= 4 * impl.num_slots ? rows.m : std::min(rows.m, kSplitRows);
+  const int64_t num_units = num_pairs * ceil_div(rows.m, block_rows);
+  const auto run_slot = [&](int64_t slot) {
+    const int64_t unit_end = num_units * (slot + 1) / impl.num_slots;
+    for (int64_t unit = num_units * slot / impl.num_slots; unit < unit_end;) {
+      const int64_t pair = unit % num_pairs;
+      const int64_t count = std::min(unit_end - unit, num_pairs - pair);
+      const int64_t row_begin = unit / num_pairs * block_rows;
+      const int64_t row_end = std::min(row_begin + block_rows, rows.m);
+      const QuantRows part_of{quant.codes + row_begin * rows.k, quant.blocks + row_begin * (rows.k / kQuantBlock)};
+      run_groups(impl, slice(rows, row_begin, row_end), part_of, pair * kDecodeGroups, (pair + count) * kDecodeGroups,
+                 decoded + slot * decode_scratch_size(impl.group));
+      unit += count;
+    }
+  };
+  context.pool->parallel_for(impl.num_slots, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t slot = begin; slot < end; ++slot) {
+      run_slot(slot);
+    }
+  });
 }
 
 }  // namespace
@@ -178,23 +267,18 @@ void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext&
     matmul_reference(impl, rows);
     return;
   }
-  const size_t scratch_bytes = matmul_workspace_bytes(weight, rows.m);
-  require(scratch_bytes == 0 || context.workspace != nullptr, "matmul: a workspace is required");
-  float* scratch = nullptr;
+  const Scratch scratch(impl, rows.m);
+  require(scratch.num_bytes() == 0 || context.workspace != nullptr, "matmul: a workspace is required");
   Workspace none;
-  const Workspace::Scope scope(scratch_bytes > 0 ? *context.workspace : none);
-  if (scratch_bytes > 0) {
-    scratch = context.workspace->take<float>(scratch_bytes / sizeof(float)).data();
+  Workspace& workspace = context.workspace != nullptr ? *context.workspace : none;
+  const Workspace::Scope scope(workspace);
+  const QuantRows quant{workspace.take<int8_t>(static_cast<size_t>(scratch.num_codes)).data(),
+                        workspace.take<QuantBlock>(static_cast<size_t>(scratch.num_blocks)).data()};
+  float* decoded = workspace.take<float>(static_cast<size_t>(scratch.num_decoded)).data();
+  if (scratch.num_codes > 0) {
+    quantize(impl, rows, quant, context);
   }
-  // Whole pairs of groups a slot, so that tiles are full; sums do not depend on it.
-  const int64_t num_slots = impl.num_slots;
-  const int64_t step = round_up(ceil_div(impl.num_groups, num_slots), int64_t{kDecodeGroups});
-  context.pool->parallel_for(num_slots, 1, [&](int64_t slot_begin, int64_t slot_end, int) {
-    for (int64_t slot = slot_begin; slot < slot_end; ++slot) {
-      run_groups(impl, rows, std::min(slot * step, impl.num_groups), std::min((slot + 1) * step, impl.num_groups),
-                 scratch == nullptr ? nullptr : scratch + slot * decode_scratch_size(impl.group));
-    }
-  });
+  run_units(impl, rows, quant, decoded, context);
 }
 
 }  // namespace shoal

@@ -1,8 +1,14 @@
-// f32 kernels: plain formats and decoded tiles.
+// Kernels of one instruction set: here the f32 ones, for plain formats and decoded tiles; the integer ones are
+// included.
 //
 // One output a lane; k ascends; one fused multiply-add a term. A tile only says how many sums run at once.
 #include "shoal/ops/matmul/matmul_layout.h"
 #include "shoal/ops/matmul/matmul_simd.h"
+#if defined(SHOAL_ISA_AVX2) || defined(SHOAL_ISA_AVX512)
+#include "shoal/ops/matmul/matmul_integer.h"
+#else
+#include "shoal/ops/matmul/matmul_integer_scalar.h"
+#endif
 
 namespace shoal::SHOAL_ISA {
 namespace {
@@ -53,25 +59,14 @@ template <class Element, int NumRows, int NumGroups>
   }
 }
 
-// What is left of a tile's outputs after padding; `n` is the part's size.
-SHOAL_INLINE int64_t lanes_of(int64_t n, int64_t group_idx) {
-  const int64_t left = n - group_idx * kGroup;
-  return left < kGroup ? left : kGroup;
-}
-
-SHOAL_INLINE void copy_lanes(float* to, const float* from, int64_t lanes) {
-  for (int64_t i = 0; i < lanes; ++i) {
-    to[i] = from[i];
-  }
-}
-
 // Rows x groups of one chunk of k, with the sums kept in `out` between chunks.
 template <class Element, int NumRows, int NumGroups>
 void f32_chunk(const MatmulPart& part, const MatmulRows& rows, const typename Element::Type* w, int64_t group_size,
                int64_t group_idx, int64_t row_idx, int64_t k_begin, int64_t k_end) {
   F sums[kRows][kDecodeGroups * 2];
   const bool first = k_begin == 0;
-  const bool last = k_end == rows.k;
+  MatmulRows rest = rows;
+  rest.bias = k_end == rows.k ? rows.bias : nullptr;
   alignas(64) float lane_values[kGroup];
   for (int r = 0; r < NumRows; ++r) {
     for (int g = 0; g < NumGroups; ++g) {
@@ -87,16 +82,7 @@ void f32_chunk(const MatmulPart& part, const MatmulRows& rows, const typename El
                                         k_end - k_begin, sums);
   for (int r = 0; r < NumRows; ++r) {
     for (int g = 0; g < NumGroups; ++g) {
-      const int64_t column = part.out_begin + (group_idx + g) * kGroup;
-      const int64_t lanes = lanes_of(part.n, group_idx + g);
-      float* out = rows.out + (row_idx + r) * rows.out_stride + column;
-      store(lane_values, sums[r][g]);
-      if (last && rows.bias != nullptr) {
-        for (int64_t i = 0; i < lanes; ++i) {
-          lane_values[i] += rows.bias[column + i];
-        }
-      }
-      copy_lanes(out, lane_values, lanes);
+      store_outputs(part, rest, row_idx + r, group_idx + g, sums[r][g]);
     }
   }
 }
@@ -182,6 +168,33 @@ void matmul_f32_groups(const MatmulPart& part, const MatmulRows& rows, int64_t b
     case Format::kF32: plain_groups<ElementF32>(part, rows, begin, end); return;
     case Format::kF16: plain_groups<ElementF16>(part, rows, begin, end); return;
     default: plain_groups<ElementBF16>(part, rows, begin, end); return;
+  }
+}
+
+void matmul_integer_groups(const MatmulPart& part, const MatmulRows& rows, const QuantRows& quant, int64_t begin,
+                           int64_t end) {
+  switch (part.raw.format) {
+#define SHOAL_CASE(name) \
+  case Format::name: integer_groups<Format::name>(part, rows, quant, begin, end); return;
+    SHOAL_CASE(kQ4_0)
+    SHOAL_CASE(kQ4_1)
+    SHOAL_CASE(kQ5_0)
+    SHOAL_CASE(kQ5_1)
+    SHOAL_CASE(kQ8_0)
+    SHOAL_CASE(kQ4_K)
+    SHOAL_CASE(kQ5_K)
+    SHOAL_CASE(kQ6_K)
+    SHOAL_CASE(kIQ4_NL)
+    SHOAL_CASE(kIQ4_XS)
+#undef SHOAL_CASE
+    default: return;  // integer_layout() has no other format
+  }
+}
+
+void quantize_activations(const MatmulRows& rows, int64_t begin, int64_t end, const QuantRows& quant) {
+  for (int64_t m = begin; m < end; ++m) {
+    quantize_row(rows.a + m * rows.a_stride, rows.k, quant.codes + m * rows.k,
+                 quant.blocks + m * (rows.k / kQuantBlock));
   }
 }
 

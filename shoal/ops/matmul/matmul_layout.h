@@ -7,6 +7,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,6 +22,110 @@ enum class MatmulKernel : uint8_t {
   kReference,  // f64 sums over decoded rows
   kDecode,     // raw rows, decoded to f32 a tile at a time
   kPlain,      // f32, f16 or bf16, repacked [n / group, k, group]
+  kInteger,    // codes and scales as stored, repacked (IntegerLayout); int8 activations
+};
+
+// How the integer kernels store a format: per group of outputs a region of codes, block after block of 32 along k, then
+// a region of scales; both start at multiples of 64 bytes. `G` is the group, a vector is 4 G bytes: byte 4 lane + i
+// belongs to output `lane`. Step j of a block holds k = 4 j + i, j = 0..7.
+//
+//   codes of a block   kNibble   4 vectors; vector j: step j in the low, step j + 4 in the high nibbles
+//                      kByte     8 vectors; vector j: step j, signed
+//              then    high bits 1: one vector, bit j: bit 4 of step j
+//                                2: two vectors, bits 2 (j % 4) of vector j / 4: bits 4 and 5 of step j
+//   scales of a block  kScale      f16 d [G]                         weight = d (code - offset)
+//                      kScaleMin   f16 d [G], f16 m [G]              weight = d code + m
+//   scales of 8 blocks kSuperMin   f16 d [G], f16 dmin [G], then per block u8 [G][2]: scale, min
+//                                                                    weight = d scale code - dmin min
+//                      kSuperHalf  f16 d [G], then per block i8 [G][2]: scales of the block's halves
+//                                                                    weight = d scale (code - offset)
+enum class ScaleKind : uint8_t { kScale, kScaleMin, kSuperMin, kSuperHalf };
+
+struct IntegerLayout {
+  int low_bits;   // 4: kNibble, 8: kByte
+  int high_bits;  // 0, 1 or 2
+  int offset;     // subtracted from an unsigned code; a power of two or 0
+  bool table;     // codes are indices of the iq4 table of signed bytes
+  ScaleKind scales;
+
+  constexpr int code_bytes() const { return 4 * low_bits + 4 * high_bits; }  // of a row's block
+  constexpr int blocks_per_scale() const {
+    return scales == ScaleKind::kScale || scales == ScaleKind::kScaleMin ? 1 : 8;
+  }
+  constexpr int scale_bytes() const {  // of a row's blocks_per_scale blocks
+    switch (scales) {
+      case ScaleKind::kScale: return 2;
+      case ScaleKind::kScaleMin: return 4;
+      case ScaleKind::kSuperMin: return 4 + 8 * 2;
+      case ScaleKind::kSuperHalf: return 2 + 8 * 2;
+    }
+    return 0;
+  }
+};
+
+constexpr std::optional<IntegerLayout> integer_layout(Format format) {
+  switch (format) {
+    case Format::kQ4_0: return IntegerLayout{4, 0, 8, false, ScaleKind::kScale};
+    case Format::kQ4_1: return IntegerLayout{4, 0, 0, false, ScaleKind::kScaleMin};
+    case Format::kQ5_0: return IntegerLayout{4, 1, 16, false, ScaleKind::kScale};
+    case Format::kQ5_1: return IntegerLayout{4, 1, 0, false, ScaleKind::kScaleMin};
+    case Format::kQ8_0: return IntegerLayout{8, 0, 0, false, ScaleKind::kScale};
+    case Format::kQ4_K: return IntegerLayout{4, 0, 0, false, ScaleKind::kSuperMin};
+    case Format::kQ5_K: return IntegerLayout{4, 1, 0, false, ScaleKind::kSuperMin};
+    case Format::kQ6_K: return IntegerLayout{4, 2, 32, false, ScaleKind::kSuperHalf};
+    case Format::kIQ4_NL: return IntegerLayout{4, 0, 0, true, ScaleKind::kScale};
+    case Format::kIQ4_XS: return IntegerLayout{4, 0, 0, true, ScaleKind::kSuperHalf};
+    default: return std::nullopt;
+  }
+}
+
+alignas(16) constexpr int8_t kIq4Table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+constexpr int kQuantBlock = 32;  // activations that share a scale
+
+constexpr int64_t round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+constexpr int64_t code_region_bytes(const IntegerLayout& layout, int64_t k, int group) {
+  return round_up_64(k / kQuantBlock * layout.code_bytes() * group);
+}
+constexpr int64_t scale_region_bytes(const IntegerLayout& layout, int64_t k, int group) {
+  return round_up_64(k / kQuantBlock / layout.blocks_per_scale() * layout.scale_bytes() * group);
+}
+
+// What a kernel needs to know of 32 quantised activations. A block with a value that is not finite has a NaN scale, so
+// that every output of its row becomes NaN.
+struct QuantBlock {
+  float scale;           // amax / 127
+  float sum;             // scale * total
+  int32_t total;         // sum of the codes
+  int16_t half_sums[2];  // of codes 0..15 and 16..31
+};
+
+// code = round_half_even(a * inverse). Force-inlined: kernels of several instruction sets share it.
+struct QuantScale {
+  float scale;
+  float inverse;
+};
+[[gnu::always_inline]] inline QuantScale quant_scale(float amax) {
+  if (!(amax < std::numeric_limits<float>::infinity())) {  // infinity or NaN
+    return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
+  }
+  if (amax < 0x1p-120f) {  // 127 / amax would overflow: such a block counts as zero
+    return {0.0f, 0.0f};
+  }
+  return {amax / 127.0f, 127.0f / amax};
+}
+[[gnu::always_inline]] inline QuantBlock quant_block(const QuantScale& scale, int32_t first_half, int32_t second_half) {
+  const int32_t total = first_half + second_half;
+  return {scale.scale,
+          scale.scale * static_cast<float>(total),
+          total,
+          {static_cast<int16_t>(first_half), static_cast<int16_t>(second_half)}};
+}
+
+// Rows of quantised activations.
+struct QuantRows {
+  int8_t* codes = nullptr;       // [m, k]
+  QuantBlock* blocks = nullptr;  // [m, k / 32]
 };
 
 struct MatmulPart {
@@ -66,7 +172,16 @@ constexpr int matmul_group(cpu::Isa isa) { return isa == cpu::Isa::kAvx512 ? 16 
 // f32 values of scratch that one slot needs for decoded tiles.
 constexpr int64_t decode_scratch_size(int group) { return kDecodeChunk * (kDecodeGroups * group + 1); }
 
+// In f64 over decoded weights; activations are rounded to int8 where the integer kernels would.
 void matmul_reference(const MatmulWeight::Impl& weight, const MatmulRows& rows);
+
+// Quantises rows [begin, end).
+SHOAL_DECLARE_FOR_EACH_ISA(void quantize_activations(const MatmulRows& rows, int64_t begin, int64_t end,
+                                                     const QuantRows& quant))
+
+// Outputs of groups [begin, end) of a part with integer kernels, all rows.
+SHOAL_DECLARE_FOR_EACH_ISA(void matmul_integer_groups(const MatmulPart& part, const MatmulRows& rows,
+                                                      const QuantRows& quant, int64_t begin, int64_t end))
 
 // Outputs of groups [begin, end) of one part, all rows. `scratch`: decode_scratch_size values for kDecode.
 SHOAL_DECLARE_FOR_EACH_ISA(void matmul_f32_groups(const MatmulPart& part, const MatmulRows& rows, int64_t begin,

@@ -1,0 +1,295 @@
+// Integer kernels of AVX2 and AVX-512: int8 activations, codes as stored (see IntegerLayout), one output a lane.
+//
+// Sums of a block are exact in int32, so the order inside a block is free; blocks are added in ascending order:
+//   acc = fma(d * a.scale, sum, acc), then for formats with a minimum acc = fma(m, a.sum, acc).
+// Included only by matmul_cpu.cpp.
+#pragma once
+
+#include "shoal/ops/matmul/matmul_layout.h"
+#include "shoal/ops/matmul/matmul_simd.h"
+
+#define SHOAL_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace shoal::SHOAL_ISA {
+namespace {
+
+constexpr int kVector = 4 * kGroup;  // bytes
+
+template <Format kFormat>
+struct Codec {
+  static constexpr IntegerLayout kLayout = *integer_layout(kFormat);
+  static constexpr bool kSuper = kLayout.blocks_per_scale() > 1;
+  static constexpr bool kHasMin = kLayout.scales == ScaleKind::kScaleMin || kLayout.scales == ScaleKind::kSuperMin;
+  static constexpr bool kHalves = kLayout.scales == ScaleKind::kSuperHalf;
+  static constexpr bool kSigned = kLayout.low_bits == 8 || kLayout.table;
+
+#if defined(SHOAL_ISA_AVX512)
+  // vpdpbusd wants unsigned codes: signed ones are stored or looked up with 128 added.
+  static constexpr int kOffset = kSigned ? 128 : kLayout.offset;
+#else
+  static constexpr int kOffset = kLayout.offset;
+#endif
+  static constexpr int kOffsetLog2 = kOffset == 0 ? 0 : __builtin_ctz(kOffset);
+  static_assert(kOffset == 0 || kOffset == 1 << kOffsetLog2);
+
+  // Scales of the current block.
+  F d;
+  F min;
+  I pairs;  // 16-bit lanes [output][2]
+
+  SHOAL_INLINE Codec read_scales(const std::byte* scales, int64_t block_idx) {
+    Codec codec;
+    const std::byte* at = scales + block_idx / kLayout.blocks_per_scale() * kLayout.scale_bytes() * kGroup;
+    const auto* halves = reinterpret_cast<const uint16_t*>(at);
+    codec.d = load_f16(halves);
+    if constexpr (kLayout.scales == ScaleKind::kScaleMin) {
+      codec.min = load_f16(halves + kGroup);
+    } else if constexpr (kLayout.scales == ScaleKind::kSuperMin) {
+      codec.pairs = load_pairs_u8(at + 4 * kGroup + block_idx % 8 * 2 * kGroup);
+      codec.min = mul(load_f16(halves + kGroup), to_float(shift_32<-16>(codec.pairs)));
+    } else if constexpr (kLayout.scales == ScaleKind::kSuperHalf) {
+      codec.pairs = load_pairs_i8(at + 2 * kGroup + block_idx % 8 * 2 * kGroup);
+    }
+    return codec;
+  }
+
+  // Codes of step J of the block at `codes`: unsigned, or signed bytes on AVX2 if kSigned.
+  template <int J>
+  SHOAL_INLINE I step(const std::byte* codes) {
+    if constexpr (kLayout.low_bits == 8) {
+      const I code = load_int(codes + J * kVector);
+      return kOffset == 128 ? bit_xor(code, broadcast_i8(0x80)) : code;
+    } else {
+      const I both = load_int(codes + J % 4 * kVector);
+      I code = bit_and(J < 4 ? both : shift_16<-4>(both), broadcast_i8(0x0f));
+      if constexpr (kLayout.high_bits == 1) {
+        code = bit_or(code, bit_and(shift_16<4 - J>(load_int(codes + 4 * kVector)), broadcast_i8(0x10)));
+      } else if constexpr (kLayout.high_bits == 2) {
+        const I high = load_int(codes + (4 + J / 4) * kVector);
+        code = bit_or(code, bit_and(shift_16<4 - 2 * (J % 4)>(high), broadcast_i8(0x30)));
+      } else if constexpr (kLayout.table) {
+        code = shuffle_bytes(broadcast_16_bytes(kIq4Table), code);
+        code = kOffset == 128 ? bit_xor(code, broadcast_i8(0x80)) : code;
+      }
+      return code;
+    }
+  }
+};
+
+SHOAL_INLINE I broadcast_4_codes(const int8_t* codes) {
+  int32_t four;
+  std::memcpy(&four, codes, 4);
+  return broadcast_i32(four);
+}
+
+#if defined(SHOAL_ISA_AVX512)
+
+// sums[r] = sum over the block of (code - offset) * activation, times the integer scales where the format has them.
+template <Format kFormat, int kNumRows>
+[[gnu::always_inline]] inline void block_sums(const Codec<kFormat>& codec, const std::byte* codes, const int8_t* a,
+                                              int64_t a_stride, const QuantBlock* blocks, int64_t blocks_stride,
+                                              I (&sums)[kNumRows]) {
+  using Codes = Codec<kFormat>;
+  constexpr int kParts = Codes::kHalves ? 2 : 1;
+  unroll<kParts>([&](auto part) SHOAL_INLINE_LAMBDA {
+    I partial[kNumRows];
+    for (int r = 0; r < kNumRows; ++r) {
+      // Starting at -offset * sum of activations makes the result exact without a pass over signed codes.
+      const QuantBlock& block = blocks[r * blocks_stride];
+      const int32_t total = Codes::kHalves ? block.half_sums[part.value] : block.total;
+      partial[r] = Codes::kOffset == 0 ? zero_int() : broadcast_i32(-total * (1 << Codes::kOffsetLog2));
+    }
+    unroll<8 / kParts>([&](auto step) SHOAL_INLINE_LAMBDA {
+      constexpr int kStep = part.value * 4 + step.value;
+      const I code = Codes::template step<kStep>(codes);
+      for (int r = 0; r < kNumRows; ++r) {
+        // u8 times s8, four products added to an int32 without saturation.
+        partial[r] = _mm512_dpbusd_epi32(partial[r], code, broadcast_4_codes(a + r * a_stride + 4 * kStep));
+      }
+    });
+    if constexpr (Codes::kSuper) {
+      const I scale = Codes::kHalves ? _mm512_srai_epi32(part.value == 0 ? shift_32<16>(codec.pairs) : codec.pairs, 16)
+                                     : bit_and(codec.pairs, broadcast_i32(0xffff));
+      for (int r = 0; r < kNumRows; ++r) {
+        partial[r] = _mm512_mullo_epi32(partial[r], scale);
+      }
+    }
+    for (int r = 0; r < kNumRows; ++r) {
+      sums[r] = part.value == 0 ? partial[r] : add_32(sums[r], partial[r]);
+    }
+  });
+}
+
+#else
+
+// The same on AVX2, where vpmaddubsw adds two products in int16 with saturation. How many of its results may be added
+// before widening, with activations in [-127, 127]:
+//   codes to 15   |pair| <= 15 * 127 * 2 =  3810; 8 of them 30480 <= 32767
+//   codes to 31   |pair| <= 31 * 127 * 2 =  7874; 4 of them 31496
+//   codes to 63   |pair| <= 63 * 127 * 2 = 16002; 2 of them 32004
+//   signed bytes, as |code| times sign(code) * activation: |pair| <= 128 * 127 * 2 = 32512, 1
+template <Format kFormat>
+constexpr int kChain = Codec<kFormat>::kSigned ? 1
+                       : Codec<kFormat>::kLayout.high_bits == 0 ? 8
+                       : Codec<kFormat>::kLayout.high_bits == 1 ? 4
+                                                                : 2;
+
+// Widening multiplies by the integer scale, the same in both 16-bit lanes of an output, or by one.
+template <Format kFormat>
+SHOAL_INLINE I widening_factor(const Codec<kFormat>& codec, int step) {
+  using Codes = Codec<kFormat>;
+  if constexpr (!Codes::kSuper) {
+    return _mm256_set1_epi16(1);
+  } else if (Codes::kHalves && step >= 4) {
+    return bit_or(shift_32<-16>(codec.pairs), bit_and(codec.pairs, broadcast_i32(static_cast<int32_t>(0xffff0000))));
+  } else {
+    return bit_or(shift_32<16>(codec.pairs), bit_and(codec.pairs, broadcast_i32(0xffff)));
+  }
+}
+
+template <Format kFormat, int kNumRows>
+[[gnu::always_inline]] inline void block_sums(const Codec<kFormat>& codec, const std::byte* codes, const int8_t* a,
+                                              int64_t a_stride, const QuantBlock* blocks, int64_t blocks_stride,
+                                              I (&sums)[kNumRows]) {
+  using Codes = Codec<kFormat>;
+  constexpr int kLength = kChain<kFormat>;
+  unroll<8 / kLength>([&](auto chain) SHOAL_INLINE_LAMBDA {
+    I partial[kNumRows];
+    unroll<kLength>([&](auto link) SHOAL_INLINE_LAMBDA {
+      constexpr int kStep = chain.value * kLength + link.value;
+      const I code = Codes::template step<kStep>(codes);
+      for (int r = 0; r < kNumRows; ++r) {
+        const I activations = broadcast_4_codes(a + r * a_stride + 4 * kStep);
+        const I products = Codes::kSigned
+                               ? _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(activations, code))
+                               : _mm256_maddubs_epi16(code, activations);
+        partial[r] = link.value == 0 ? products : _mm256_add_epi16(partial[r], products);
+      }
+    });
+    const I factor = widening_factor(codec, chain.value * kLength);
+    for (int r = 0; r < kNumRows; ++r) {
+      const I wide = _mm256_madd_epi16(partial[r], factor);
+      sums[r] = chain.value == 0 ? wide : add_32(sums[r], wide);
+    }
+  });
+  if constexpr (Codes::kOffset != 0) {
+    for (int r = 0; r < kNumRows; ++r) {
+      const QuantBlock& block = blocks[r * blocks_stride];
+      I offset;
+      if constexpr (Codes::kHalves) {
+        int32_t half_sums;
+        std::memcpy(&half_sums, block.half_sums, 4);
+        offset = _mm256_madd_epi16(codec.pairs, broadcast_i32(half_sums));
+      } else {
+        offset = broadcast_i32(block.total);
+      }
+      sums[r] = sub_32(sums[r], shift_32<Codes::kOffsetLog2>(offset));
+    }
+  }
+}
+
+#endif
+
+// Rows [row_idx, row_idx + kNumRows) of one group.
+template <Format kFormat, int kNumRows>
+void integer_tile(const MatmulPart& part, const MatmulRows& rows, const QuantRows& quant, int64_t row_idx,
+                  int64_t group_idx) {
+  using Codes = Codec<kFormat>;
+  const int64_t num_blocks = rows.k / kQuantBlock;
+  const std::byte* codes = part.packed.data() + group_idx * static_cast<int64_t>(part.group_bytes);
+  const std::byte* scales = codes + code_region_bytes(Codes::kLayout, rows.k, kGroup);
+  const int8_t* a = quant.codes + row_idx * rows.k;
+  const QuantBlock* blocks = quant.blocks + row_idx * num_blocks;
+  F acc[kNumRows];
+  for (F& sum : acc) {
+    sum = zero();
+  }
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const Codes codec = Codes::read_scales(scales, b);
+    I sums[kNumRows];
+    block_sums<kFormat, kNumRows>(codec, codes, a, rows.k, blocks, num_blocks, sums);
+    for (int r = 0; r < kNumRows; ++r) {
+      const QuantBlock& block = blocks[r * num_blocks];
+      acc[r] = fma(mul(codec.d, broadcast(block.scale)), to_float(sums[r]), acc[r]);
+      if constexpr (Codes::kHasMin) {
+        const F sum = broadcast(block.sum);
+        acc[r] = Codes::kSuper ? neg_fma(codec.min, sum, acc[r]) : fma(codec.min, sum, acc[r]);
+      }
+    }
+    codes += Codes::kLayout.code_bytes() * kGroup;
+    a += kQuantBlock;
+    blocks += 1;
+  }
+  for (int r = 0; r < kNumRows; ++r) {
+    store_outputs(part, rows, row_idx + r, group_idx, acc[r]);
+  }
+}
+
+#if defined(SHOAL_ISA_AVX512)
+constexpr int kIntegerRows = 8;  // 8 sums and 8 accumulators of 32 registers
+#else
+constexpr int kIntegerRows = 4;  // 4 and 4 of 16
+#endif
+constexpr int64_t kRowBlock = 64;  // rows whose codes stay in L2 while the groups pass: 96 KiB at k = 1536
+
+template <Format kFormat>
+void integer_groups(const MatmulPart& part, const MatmulRows& rows, const QuantRows& quant, int64_t begin,
+                    int64_t end) {
+  for (int64_t block = 0; block < rows.m; block += kRowBlock) {
+    const int64_t block_end = block + kRowBlock < rows.m ? block + kRowBlock : rows.m;
+    for (int64_t g = begin; g < end; ++g) {
+      int64_t r = block;
+      for (; r + kIntegerRows <= block_end; r += kIntegerRows) {
+        integer_tile<kFormat, kIntegerRows>(part, rows, quant, r, g);
+      }
+      if (kIntegerRows > 4 && r + 4 <= block_end) {
+        integer_tile<kFormat, 4>(part, rows, quant, r, g);
+        r += 4;
+      }
+      if (r + 2 <= block_end) {
+        integer_tile<kFormat, 2>(part, rows, quant, r, g);
+        r += 2;
+      }
+      if (r < block_end) {
+        integer_tile<kFormat, 1>(part, rows, quant, r, g);
+      }
+    }
+  }
+}
+
+// Eight values at a time; the same bits as the scalar form.
+void quantize_row(const float* a, int64_t k, int8_t* codes, QuantBlock* blocks) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  for (int64_t b = 0; b < k / kQuantBlock; ++b) {
+    __m256 x[4];
+    // Magnitudes of floats order like their bits, with infinity and NaN on top.
+    __m256i largest = _mm256_setzero_si256();
+    for (int i = 0; i < 4; ++i) {
+      x[i] = _mm256_loadu_ps(a + b * kQuantBlock + 8 * i);
+      largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(x[i]), magnitude));
+    }
+    __m128i top = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+    top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
+    top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
+    const QuantScale scale = quant_scale(__builtin_bit_cast(float, _mm_cvtsi128_si32(top)));
+    const __m256 inverse = _mm256_set1_ps(scale.inverse);
+    __m256i rounded[4];
+    for (int i = 0; i < 4; ++i) {
+      rounded[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse));  // to nearest even
+    }
+    // Packing works inside 128-bit halves: undone by the last permutation.
+    const __m256i words = _mm256_packs_epi32(rounded[0], rounded[1]);
+    const __m256i words2 = _mm256_packs_epi32(rounded[2], rounded[3]);
+    const __m256i bytes =
+        _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words, words2), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + b * kQuantBlock), bytes);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+    __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4e));
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xb1));
+    blocks[b] = quant_block(scale, _mm256_extract_epi32(sums, 0), _mm256_extract_epi32(sums, 4));
+  }
+}
+
+}  // namespace
+}  // namespace shoal::SHOAL_ISA
