@@ -1,6 +1,7 @@
 #include "shoal/cpu/thread_pool.h"
 
 #include <algorithm>
+#include <system_error>
 
 #include "shoal/base/checked.h"
 #include "shoal/base/error.h"
@@ -23,12 +24,20 @@ ThreadPool::ThreadPool(int num_threads) {
   require(num_threads >= 0 && num_threads <= 1024, "threads must be 0 (all) to 1024, not ", num_threads);
   const int count = num_threads > 0 ? num_threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   workers_.reserve(static_cast<size_t>(count - 1));
-  for (int thread_idx = 1; thread_idx < count; ++thread_idx) {
-    workers_.emplace_back([this, thread_idx] { work(thread_idx); });
+  try {
+    for (int thread_idx = 1; thread_idx < count; ++thread_idx) {
+      workers_.emplace_back([this, thread_idx] { work(thread_idx); });
+    }
+  } catch (const std::system_error& error) {
+    const size_t num_started = workers_.size() + 1;
+    stop();  // a running thread that is destroyed would end the process
+    fail(ErrorCode::kOutOfMemory, "cannot start thread ", num_started + 1, " of ", count, ": ", error.what());
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   {
     const std::lock_guard lock(mutex_);
     stop_.store(true);
@@ -45,7 +54,8 @@ void ThreadPool::run(int64_t count, int64_t grain, Call call, void* body) {
     return;
   }
   const int64_t step = std::max<int64_t>(grain, 1);
-  const int64_t chunk = round_up(ceil_div(count, static_cast<int64_t>(num_threads())), step);
+  const int64_t share = ceil_div(ceil_div(count, static_cast<int64_t>(num_threads())), step);
+  const int64_t chunk = checked_mul(share, step).value_or(count);
   if (workers_.empty() || chunk >= count) {
     call(body, 0, count, 0);
     return;
@@ -100,11 +110,11 @@ void ThreadPool::work(int thread_idx) {
 }
 
 void ThreadPool::run_range(const Job& job, int thread_idx) {
-  const int64_t begin = std::min(job.count, job.chunk * thread_idx);
-  const int64_t end = std::min(job.count, begin + job.chunk);
-  if (begin >= end) {
+  if (thread_idx >= ceil_div(job.count, job.chunk)) {
     return;
   }
+  const int64_t begin = job.chunk * thread_idx;
+  const int64_t end = begin + std::min(job.chunk, job.count - begin);
   try {
     job.call(job.body, begin, end, thread_idx);
   } catch (...) {

@@ -17,7 +17,8 @@ namespace shoal::cpu {
 
 class ThreadPool {
  public:
-  // `num_threads` counts the caller; 0 means one per hardware thread. kInvalidArgument outside 0..1024.
+  // `num_threads` counts the caller; 0 means one per hardware thread. kInvalidArgument outside 0..1024, kOutOfMemory if
+  // the operating system refuses a thread.
   explicit ThreadPool(int num_threads = 0);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -46,6 +47,7 @@ class ThreadPool {
     int64_t chunk = 0;  // size of every range but the last
   };
 
+  void stop();
   void run(int64_t count, int64_t grain, Call call, void* body);
   void work(int thread_idx);
   void run_range(const Job& job, int thread_idx);

@@ -27,11 +27,12 @@ class Workspace {
   // Memory for `count` values of T, 64-byte aligned, uninitialised, valid until the enclosing Scope ends.
   template <class T>
   std::span<T> take(size_t count) {
-    const size_t num_bytes = round_up(count * sizeof(T), kAlignment);
-    if (num_bytes > buffer_.size() - used_) {
-      fail(ErrorCode::kInternal, "workspace of ", buffer_.size(), " bytes is too small: ", used_, " used, ", num_bytes,
-           " more needed");
+    // The first condition keeps the product of the second from wrapping.
+    if (count > buffer_.size() || bytes_for<T>(count) > buffer_.size() - used_) {
+      fail(ErrorCode::kInternal, "workspace of ", buffer_.size(), " bytes is too small: ", used_, " used, ", count,
+           " more values of ", sizeof(T), " bytes needed");
     }
+    const size_t num_bytes = bytes_for<T>(count);
     T* start = reinterpret_cast<T*>(buffer_.data() + used_);
     used_ += num_bytes;
     return {start, count};
