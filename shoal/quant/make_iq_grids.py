@@ -13,8 +13,8 @@ from gguf import quants
 HEADER = """\
 // Written by make_iq_grids.py from the tables of the `gguf` package {version}: do not edit.
 //
-// The grids of the IQ2 and IQ3 formats: every code names a point of 8 (IQ2) or 4 (IQ3) values. An entry packs one point,
-// first value in the lowest bits, 2 or 4 bits a value; these index the few levels that occur.
+// The grids of the IQ2 and IQ3 formats: every code names a point of 8 (IQ2) or 4 (IQ3) values. An entry packs one
+// point, first value in the lowest bits, 2 or 4 bits a value; these index the few levels that occur.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""Writes quant/<format>.bin: random blocks and their values as the PyPI package `gguf` reads them (oracle of quant_test).
+"""Writes quant/<format>.bin: random blocks and the values that the PyPI package `gguf` reads (oracle of quant_test).
 
     python make_quant_golden.py
 
@@ -7,7 +7,8 @@ Formats that `gguf` can make also have <format>_encode.bin: u32 number of blocks
 the blocks that it makes, the values they are made of.
 
 Bytes are random, so that every code, sign and scale occurs, scales that are infinite or NaN among them. Two codes are
-avoided because shoal reads them as NaN and `gguf` does not: 255 as the scale of MXFP4, 0x7f (with any bit 7) as one of NVFP4.
+avoided because shoal reads them as NaN and `gguf` does not: 255 as the scale of MXFP4, 0x7f (with any bit 7) as one of
+NVFP4.
 """
 
 import pathlib
