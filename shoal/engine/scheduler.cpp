@@ -1,1 +1,234 @@
-// in work
+#include "shoal/engine/scheduler.h"
+
+#include <algorithm>
+
+#include "shoal/base/checked.h"
+#include "shoal/base/error.h"
+
+namespace shoal {
+namespace {
+
+bool is_older(const Sequence* a, const Sequence* b) { return a->arrival < b->arrival; }
+
+// One token is left to compute. With all_logits even that one needs a row of the other kind.
+bool is_decode(const Sequence& sequence) {
+  return sequence.num_tokens() - sequence.num_computed == 1 && !sequence.all_logits;
+}
+
+// Pages of a prefix that may be taken from the tree: at least the last token is always computed, for its logits.
+int64_t num_matchable_pages(const Sequence& sequence, int64_t page_size) {
+  return sequence.all_logits ? 0 : (sequence.num_tokens() - 1) / page_size;
+}
+
+}  // namespace
+
+Scheduler::Scheduler(PagePool& pool, const SchedulerOptions& options) : pool_(pool), options_(options) {
+  require(options.max_batch_tokens >= 1 && options.max_seqs >= 1 && options.max_all_logits_rows >= 1 &&
+              options.page_size >= 1,
+          "the scheduler's limits must be positive");
+  options_.max_seqs = std::min(options.max_seqs, options.max_batch_tokens);
+  if (options.prefix_cache) {
+    tree_.emplace(pool, options.page_size);
+  }
+}
+
+bool Scheduler::can_ever_fit(int64_t num_tokens) const {
+  return ceil_div(num_tokens, options_.page_size) <= pool_.num_pages();
+}
+
+void Scheduler::add(Sequence& sequence) {
+  SHOAL_ASSERT(!sequence.tokens.empty() && sequence.pages.empty() && sequence.num_computed == 0);
+  waiting_.insert(std::ranges::upper_bound(waiting_, &sequence, is_older), &sequence);
+}
+
+std::span<const Chunk> Scheduler::schedule() {
+  chunks_.clear();
+  budget_ = options_.max_batch_tokens;
+  logit_rows_left_ = options_.max_all_logits_rows;
+  continue_running(true);
+  continue_running(false);
+  admit_waiting();
+  SHOAL_ASSERT(!chunks_.empty() || !has_work());
+  return chunks_;
+}
+
+void Scheduler::continue_running(bool decodes) {
+  // By index: a preemption takes sequences off the end, never the one at hand or an older one.
+  for (size_t i = 0; i < running_.size(); ++i) {
+    if (is_decode(*running_[i]) == decodes) {
+      add_chunk(*running_[i]);
+    }
+  }
+}
+
+void Scheduler::add_chunk(Sequence& sequence) {
+  int64_t num_tokens = std::min(sequence.num_tokens() - sequence.num_computed, budget_);
+  if (sequence.all_logits) {
+    num_tokens = std::min(num_tokens, logit_rows_left_);
+  }
+  if (num_tokens == 0) {
+    return;
+  }
+  num_tokens = reserve(sequence, num_tokens);
+  if (num_tokens == 0) {
+    return;  // out of pages: waits for an older sequence, keeping what it has
+  }
+  const bool reaches_end = sequence.num_computed + num_tokens == sequence.num_tokens();
+  const int64_t num_rows = sequence.all_logits ? num_tokens : (reaches_end ? 1 : 0);
+  chunks_.push_back({&sequence, sequence.num_computed, num_tokens, num_rows});
+  budget_ -= num_tokens;
+  logit_rows_left_ -= sequence.all_logits ? num_tokens : 0;
+}
+
+int64_t Scheduler::reserve(Sequence& sequence, int64_t num_tokens) {
+  const auto room = [&] {
+    return static_cast<int64_t>(sequence.pages.size()) * options_.page_size - sequence.num_computed;
+  };
+  while (room() < num_tokens) {
+    const std::optional<PageId> page = take_page(sequence);
+    if (!page) {
+      break;
+    }
+    sequence.pages.push_back(*page);
+  }
+  return std::min(num_tokens, room());
+}
+
+std::optional<PageId> Scheduler::take_page(const Sequence& sequence) {
+  while (true) {
+    if (const std::optional<PageId> page = pool_.allocate()) {
+      return page;
+    }
+    if (tree_ && tree_->evict(1) > 0) {
+      continue;
+    }
+    if (!is_older(&sequence, running_.back())) {
+      return std::nullopt;  // itself the youngest
+    }
+    preempt_youngest();
+  }
+}
+
+void Scheduler::preempt_youngest() {
+  Sequence& victim = *running_.back();
+  running_.pop_back();
+  const auto planned = std::ranges::find(chunks_, &victim, &Chunk::sequence);
+  if (planned != chunks_.end()) {
+    budget_ += planned->num_tokens;
+    logit_rows_left_ += victim.all_logits ? planned->num_tokens : 0;
+    chunks_.erase(planned);
+  }
+  // Its full pages stay in the prefix tree until somebody needs them, so resuming is often cheap.
+  release_pages(victim);
+  add(victim);
+  ++num_preemptions_;
+}
+
+void Scheduler::admit_waiting() {
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    if (budget_ == 0 || num_running() >= options_.max_seqs) {
+      return;
+    }
+    Sequence& sequence = **it;
+    if (sequence.all_logits && logit_rows_left_ == 0) {
+      return;
+    }
+    if (tree_) {
+      const int64_t num_matchable = num_matchable_pages(sequence, options_.page_size);
+      sequence.pages = tree_->match(
+          std::span(sequence.tokens).first(static_cast<size_t>(num_matchable * options_.page_size)), sequence.salt);
+      sequence.num_computed = static_cast<int64_t>(sequence.pages.size()) * options_.page_size;
+      if (prefix_is_coming(sequence, static_cast<int64_t>(sequence.pages.size()))) {
+        release_pages(sequence);
+        ++it;
+        continue;
+      }
+    }
+    if (!try_admit(sequence)) {
+      release_pages(sequence);
+      return;  // no overtaking: the younger would take the pages that this one waits for
+    }
+    it = waiting_.erase(it);
+    running_.insert(std::ranges::upper_bound(running_, &sequence, is_older), &sequence);
+    if (sequence.num_prefix_hit < 0) {
+      sequence.num_prefix_hit = sequence.num_computed;
+    }
+    const size_t num_waiting_before = waiting_.size();
+    add_chunk(sequence);
+    SHOAL_ASSERT(waiting_.size() == num_waiting_before);  // try_admit saw to it that nobody is preempted
+  }
+}
+
+// Whether the pages suffice for all of it, after what running prompts still need and a page for each to grow: who is
+// let in too early is preempted soon, and its work done twice.
+bool Scheduler::try_admit(Sequence& sequence) {
+  if (running_.empty()) {
+    return true;
+  }
+  int64_t needed = missing_pages(sequence) + num_running();
+  for (const Sequence* other : running_) {
+    needed += missing_pages(*other);
+  }
+  return needed <= pool_.num_free() || (tree_ && needed <= pool_.num_free() + tree_->num_evictable());
+}
+
+int64_t Scheduler::missing_pages(const Sequence& sequence) const {
+  return ceil_div(sequence.num_tokens(), options_.page_size) - static_cast<int64_t>(sequence.pages.size());
+}
+
+// Several requests with one prompt often come together (n answers, a shared system prompt). When a running sequence is
+// about to compute at least half of what this one lacks, waiting for it costs less than computing it twice.
+bool Scheduler::prefix_is_coming(const Sequence& sequence, int64_t num_matched_pages) const {
+  const auto page_size = static_cast<size_t>(options_.page_size);
+  const auto limit = static_cast<size_t>(num_matchable_pages(sequence, options_.page_size)) * page_size;
+  for (const Sequence* other : running_) {
+    if (other->salt != sequence.salt) {
+      continue;
+    }
+    const size_t length = std::min(limit, other->tokens.size());
+    const auto end = sequence.tokens.begin() + static_cast<int64_t>(length);
+    const auto differs = std::mismatch(sequence.tokens.begin(), end, other->tokens.begin()).first;
+    const int64_t num_common = (differs - sequence.tokens.begin()) / options_.page_size;
+    const int64_t num_coming = (num_common - num_matched_pages) * options_.page_size;
+    if (num_coming > 0 && 2 * num_coming >= sequence.num_tokens() - sequence.num_computed) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void Scheduler::mark_computed(const Chunk& chunk) {
+  Sequence& sequence = *chunk.sequence;
+  const int64_t num_full_before = sequence.num_computed / options_.page_size;
+  sequence.num_computed += chunk.num_tokens;
+  const int64_t num_full = sequence.num_computed / options_.page_size;
+  if (!tree_ || num_full == num_full_before) {
+    return;
+  }
+  const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(num_full * options_.page_size));
+  tree_->insert(tokens, std::span(sequence.pages).first(static_cast<size_t>(num_full)), sequence.salt);
+  // Where the tree had the page already, its copy replaces ours. Keeping both would not only waste a page: the tree's
+  // could not be evicted while our later pages hang below it, and the pool might not suffice for this sequence alone.
+  const std::vector<PageId> shared = tree_->match(tokens, sequence.salt);
+  SHOAL_ASSERT(static_cast<int64_t>(shared.size()) == num_full);
+  for (size_t i = 0; i < shared.size(); ++i) {
+    pool_.release(sequence.pages[i]);
+    sequence.pages[i] = shared[i];
+  }
+}
+
+void Scheduler::remove(Sequence& sequence) {
+  std::erase(running_, &sequence);
+  std::erase(waiting_, &sequence);
+  release_pages(sequence);
+}
+
+void Scheduler::release_pages(Sequence& sequence) {
+  for (const PageId page : sequence.pages) {
+    pool_.release(page);
+  }
+  sequence.pages.clear();
+  sequence.num_computed = 0;
+}
+
+}  // namespace shoal

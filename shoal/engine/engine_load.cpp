@@ -1,0 +1,20 @@
+// The one place where the engine reads a model from disk. Apart from engine.cpp, so that a program with a model of its
+// own does not link every architecture.
+#include "shoal/engine/engine_impl.h"
+
+namespace shoal {
+
+Engine::Engine(const EngineOptions& options) {
+  check_options(options);
+  auto threads = std::make_unique<cpu::ThreadPool>(options.threads);
+  Workspace workspace;
+  const OpContext context{threads.get(), &workspace, cpu::default_isa(), {}};
+  LoadOptions load;
+  load.exact = options.exact;
+  load.max_positions = options.max_context > 0 ? options.max_context : kDefaultMaxContext;
+  load.progress = options.load_progress;
+  std::unique_ptr<Model> model = load_model(options.model, load, context);
+  impl_ = std::make_unique<Impl>(options, std::move(model), std::move(threads));
+}
+
+}  // namespace shoal
