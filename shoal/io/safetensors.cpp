@@ -187,7 +187,7 @@ void read_safetensors(std::span<const std::byte> bytes, std::string_view name, s
   }
   const uint64_t data_start = sizeof(header_bytes) + header_bytes;
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()) + sizeof(header_bytes), header_bytes);
-  const Json header = Json::parse(text, concat("header of \"", printable(name), "\""));
+  const Json header = Json::parse(text, concat("header of ", name));
   const HeaderReader reader(name, bytes.size() - data_start);
   if (!header.is_object()) {
     reader.reject("the header is not a JSON object");
@@ -251,6 +251,10 @@ void ModelFolder::open_shards() {
   }
   std::map<std::string, size_t, std::less<>> shards;  // name to file_idx
   for (const auto& [tensor_name, shard] : weight_map->as_object("weight_map")) {
+    if (!shard.is_string()) {
+      fail(ErrorCode::kModelFormat, kIndexName, ": weight_map of \"", printable(tensor_name),
+           "\" must be a string, not ", to_string(shard.kind()));
+    }
     const std::string& shard_name = shard.as_string(tensor_name);
     if (shards.contains(shard_name)) {
       continue;
