@@ -402,6 +402,9 @@ void Engine::Impl::advance(std::span<const Chunk> chunks) {
   ++stats_.num_steps;
   stats_.num_tokens += batch_.num_tokens();
   update_stats();  // before anybody hears of an end
+  if (is_stopping_) {
+    return;  // whoever waits hears of the end and nothing before it: there is no engine to ask again
+  }
   for (size_t i = 0; i < chunks.size(); ++i) {
     State& state = static_cast<State&>(*chunks[i].sequence);
     Outcome& outcome = outcomes_[i];
