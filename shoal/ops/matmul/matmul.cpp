@@ -193,6 +193,10 @@ MatmulRows slice(MatmulRows rows, int64_t begin, int64_t end) {
   return rows;
 }
 
+QuantRows slice(const QuantRows& quant, int64_t k, int64_t begin) {
+  return quant.codes == nullptr ? quant : QuantRows{quant.codes + begin * k, quant.blocks + begin * (k / kQuantBlock)};
+}
+
 // Outputs of groups [begin, end), counted over all parts.
 void run_groups(const MatmulWeight::Impl& impl, const MatmulRows& rows, const QuantRows& quant, int64_t begin,
                 int64_t end, float* decoded) {
@@ -238,9 +242,9 @@ void run_units(const MatmulWeight::Impl& impl, const MatmulRows& rows, const Qua
       const int64_t count = std::min(unit_end - unit, num_pairs - pair);
       const int64_t row_begin = unit / num_pairs * block_rows;
       const int64_t row_end = std::min(row_begin + block_rows, rows.m);
-      const QuantRows part_of{quant.codes + row_begin * rows.k, quant.blocks + row_begin * (rows.k / kQuantBlock)};
-      run_groups(impl, slice(rows, row_begin, row_end), part_of, pair * kDecodeGroups, (pair + count) * kDecodeGroups,
-                 decoded + slot * decode_scratch_size(impl.group));
+      run_groups(impl, slice(rows, row_begin, row_end), slice(quant, rows.k, row_begin), pair * kDecodeGroups,
+                 (pair + count) * kDecodeGroups,
+                 decoded == nullptr ? nullptr : decoded + slot * decode_scratch_size(impl.group));
       unit += count;
     }
   };
@@ -268,15 +272,21 @@ void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext&
     return;
   }
   const Scratch scratch(impl, rows.m);
-  require(scratch.num_bytes() == 0 || context.workspace != nullptr, "matmul: a workspace is required");
-  Workspace none;
-  Workspace& workspace = context.workspace != nullptr ? *context.workspace : none;
-  const Workspace::Scope scope(workspace);
-  const QuantRows quant{workspace.take<int8_t>(static_cast<size_t>(scratch.num_codes)).data(),
-                        workspace.take<QuantBlock>(static_cast<size_t>(scratch.num_blocks)).data()};
-  float* decoded = workspace.take<float>(static_cast<size_t>(scratch.num_decoded)).data();
+  if (scratch.num_bytes() == 0) {
+    run_units(impl, rows, {}, nullptr, context);
+    return;
+  }
+  require(context.workspace != nullptr, "matmul: a workspace is required");
+  const Workspace::Scope scope(*context.workspace);
+  QuantRows quant;
   if (scratch.num_codes > 0) {
+    quant.codes = context.workspace->take<int8_t>(static_cast<size_t>(scratch.num_codes)).data();
+    quant.blocks = context.workspace->take<QuantBlock>(static_cast<size_t>(scratch.num_blocks)).data();
     quantize(impl, rows, quant, context);
+  }
+  float* decoded = nullptr;
+  if (scratch.num_decoded > 0) {
+    decoded = context.workspace->take<float>(static_cast<size_t>(scratch.num_decoded)).data();
   }
   run_units(impl, rows, quant, decoded, context);
 }

@@ -190,11 +190,24 @@ template <Format kFormat, int kNumRows>
 
 #endif
 
+// Codes and scales of a group are two streams of a few KiB, too short for the hardware to follow from group to group.
+// Groups are adjacent, so fetching a fixed distance ahead of both streams covers all of the next ones. k = 576, one
+// row, one core of a Zen 1: 5.8 GB/s without, 7.2, 10.3 and 10.8 GB/s at 1, 2 and 4 KiB; plain reading 9 to 12.
+constexpr int64_t kPrefetchBytes = 4096;
+
+SHOAL_INLINE void prefetch_ahead(const std::byte* at, int num_bytes) {
+  for (int line = 0; line < num_bytes; line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(at) + kPrefetchBytes + line, _MM_HINT_T0);
+  }
+}
+
 // Rows [row_idx, row_idx + kNumRows) of one group.
 template <Format kFormat, int kNumRows>
 void integer_tile(const MatmulPart& part, const MatmulRows& rows, const QuantRows& quant, int64_t row_idx,
                   int64_t group_idx) {
   using Codes = Codec<kFormat>;
+  constexpr int kCodeBytes = Codes::kLayout.code_bytes() * kGroup;
+  constexpr int kScaleBytes = Codes::kLayout.scale_bytes() * kGroup / Codes::kLayout.blocks_per_scale();
   const int64_t num_blocks = rows.k / kQuantBlock;
   const std::byte* codes = part.packed.data() + group_idx * static_cast<int64_t>(part.group_bytes);
   const std::byte* scales = codes + code_region_bytes(Codes::kLayout, rows.k, kGroup);
@@ -205,6 +218,10 @@ void integer_tile(const MatmulPart& part, const MatmulRows& rows, const QuantRow
     sum = zero();
   }
   for (int64_t b = 0; b < num_blocks; ++b) {
+    if constexpr (kNumRows <= 2) {  // more rows take longer than the weights take to come
+      prefetch_ahead(codes, kCodeBytes);
+      prefetch_ahead(scales + b * kScaleBytes, kScaleBytes);
+    }
     const Codes codec = Codes::read_scales(scales, b);
     I sums[kNumRows];
     block_sums<kFormat, kNumRows>(codec, codes, a, rows.k, blocks, num_blocks, sums);
@@ -216,7 +233,7 @@ void integer_tile(const MatmulPart& part, const MatmulRows& rows, const QuantRow
         acc[r] = Codes::kSuper ? neg_fma(codec.min, sum, acc[r]) : fma(codec.min, sum, acc[r]);
       }
     }
-    codes += Codes::kLayout.code_bytes() * kGroup;
+    codes += kCodeBytes;
     a += kQuantBlock;
     blocks += 1;
   }
