@@ -31,17 +31,20 @@ std::vector<double> quantised(const float* a, int64_t k) {
 
 void matmul_reference(const MatmulWeight::Impl& weight, const MatmulRows& rows) {
   std::vector<float> w(static_cast<size_t>(weight.k));
+  std::vector<std::vector<double>> a(static_cast<size_t>(rows.m));
   for (const MatmulPart& part : weight.parts) {
     const bool rounds = weight.precision == MatmulPrecision::kDefault && integer_layout(part.raw.format).has_value();
     for (int64_t m = 0; m < rows.m; ++m) {
       const float* row = rows.a + m * rows.a_stride;
-      const std::vector<double> a = rounds ? quantised(row, weight.k) : std::vector<double>(row, row + weight.k);
-      for (int64_t n = 0; n < part.n; ++n) {
-        decode_rows(part.raw, n, n + 1, w.data());
-        const int64_t column = part.out_begin + n;
+      a[static_cast<size_t>(m)] = rounds ? quantised(row, weight.k) : std::vector<double>(row, row + weight.k);
+    }
+    for (int64_t n = 0; n < part.n; ++n) {
+      decode_rows(part.raw, n, n + 1, w.data());
+      const int64_t column = part.out_begin + n;
+      for (int64_t m = 0; m < rows.m; ++m) {
         double sum = 0.0;
-        for (size_t i = 0; i < a.size(); ++i) {
-          sum += a[i] * static_cast<double>(w[i]);
+        for (size_t i = 0; i < w.size(); ++i) {
+          sum += a[static_cast<size_t>(m)][i] * static_cast<double>(w[i]);
         }
         if (rows.bias != nullptr) {
           sum += static_cast<double>(rows.bias[column]);
