@@ -1,0 +1,256 @@
+"""The command line. Answers go to stdout, everything else to stderr. Exit status 2: used wrongly, 1: failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from shoal import __version__
+from shoal.errors import InvalidArgument, OutOfMemory, ShoalError
+from shoal.settings import default_map, option, print_config, read_config
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Runs quantised language models.",
+)
+
+# Options that several commands share
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", envvar="SHOAL_MODEL", help="A GGUF file, a model folder, or a name (smollm2).")
+]
+Device = Annotated[str, option("--device", help="auto, cpu or cuda[:N]", rich_help_panel="Engine")]
+KvDtype = Annotated[
+    str, option("--kv-dtype", help="KV cache: auto, f32, bf16, f16, int8, fp8 or int4", rich_help_panel="Engine")
+]
+Context = Annotated[
+    int,
+    option("--ctx", help="tokens of prompt and answer; 0: the model's, at most 8192", min=0, rich_help_panel="Engine"),
+]
+Threads = Annotated[int, option("--threads", "-t", help="0: all cores", min=0, rich_help_panel="Engine")]
+Exact = Annotated[bool, option("--exact", help="activations and sums in f32", rich_help_panel="Engine")]
+BatchTokens = Annotated[
+    int, option("--max-batch-tokens", help="token budget of a step", min=1, rich_help_panel="Engine")
+]
+PageSize = Annotated[int, option("--page-size", help="tokens of a KV page", min=1, rich_help_panel="Engine")]
+Json = Annotated[bool, option("--json", help="JSON on stdout")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show each option's value and where it came from.")]
+
+
+def engine_options(
+    device: str, kv_dtype: str, ctx: int, threads: int, exact: bool, max_batch_tokens: int, page_size: int
+) -> dict[str, Any]:
+    return {
+        "device": device,
+        "kv_dtype": kv_dtype,
+        "max_context": ctx,
+        "threads": threads,
+        "exact": exact,
+        "max_batch_tokens": max_batch_tokens,
+        "page_size": page_size,
+    }
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"shoal {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Runs quantised language models."""
+    context.default_map = default_map(read_config(), context.command.commands)
+
+
+@app.command("run")
+def run_command(
+    context: typer.Context,
+    model: Model = "smollm2",
+    prompt: Annotated[str | None, option("--prompt", "-p", help="the text to answer or continue")] = None,
+    file: Annotated[str | None, option("--file", "-f", help="a file with the text; - for stdin")] = None,
+    system: Annotated[str | None, option("--system", help="the system message")] = None,
+    max_tokens: Annotated[
+        int, option("--max-tokens", "-n", help="tokens of an answer; 0: as many as the context holds", min=0)
+    ] = 512,
+    temp: Annotated[float, option("--temp", help="0: the most likely token", min=0, rich_help_panel="Sampling")] = 0.8,
+    top_k: Annotated[int, option("--top-k", help="0: off", min=0, rich_help_panel="Sampling")] = 40,
+    top_p: Annotated[float, option("--top-p", help="1: off", min=0, max=1, rich_help_panel="Sampling")] = 0.95,
+    min_p: Annotated[float, option("--min-p", help="0: off", min=0, max=1, rich_help_panel="Sampling")] = 0.05,
+    seed: Annotated[int | None, option("--seed", help="not set: random", rich_help_panel="Sampling")] = None,
+    repetition_penalty: Annotated[
+        float, option("--repetition-penalty", help="1: off", rich_help_panel="Sampling")
+    ] = 1.0,
+    presence_penalty: Annotated[float, option("--presence-penalty", help="0: off", rich_help_panel="Sampling")] = 0.0,
+    frequency_penalty: Annotated[float, option("--frequency-penalty", help="0: off", rich_help_panel="Sampling")] = 0.0,
+    stop: Annotated[list[str] | None, option("--stop", help="end before this text; may be repeated")] = None,
+    ignore_eos: Annotated[bool, option("--ignore-eos", help="go on after the end of the answer")] = False,
+    raw: Annotated[bool, option("--raw", help="continue the text as it is, without the chat template")] = False,
+    json: Json = False,
+    quiet: Annotated[bool, option("--quiet", "-q", help="no statistics")] = False,
+    device: Device = "auto",
+    kv_dtype: KvDtype = "auto",
+    ctx: Context = 0,
+    threads: Threads = 0,
+    exact: Exact = False,
+    max_batch_tokens: BatchTokens = 2048,
+    page_size: PageSize = 32,
+    print_config_: PrintConfig = False,
+) -> int:
+    """Answer a prompt, or chat at a terminal."""
+    if print_config_:
+        print_config(context)
+    from shoal.command_run import RunOptions, run
+    from shoal.llm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens or None,
+        temperature=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or None,
+        ignore_eos=ignore_eos,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
+    params.check()
+    engine = engine_options(device, kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
+    return run(model, RunOptions(prompt, file, system, raw, json, quiet, params), engine)
+
+
+@app.command("bench")
+def bench_command(
+    context: typer.Context,
+    model: Model = "smollm2",
+    contexts: Annotated[str, option("--context", help="prompt lengths, for example 512,8k")] = "512,2k",
+    max_tokens: Annotated[int, option("--max-tokens", "-n", help="tokens to decode", min=2)] = 32,
+    repetitions: Annotated[int, option("--repetitions", "-r", help="runs of each", min=1)] = 3,
+    output: Annotated[str, option("--output", "-o", help="md, json or csv")] = "md",
+    device: Device = "auto",
+    kv_dtype: KvDtype = "auto",
+    ctx: Context = 0,
+    threads: Threads = 0,
+    exact: Exact = False,
+    max_batch_tokens: BatchTokens = 2048,
+    page_size: PageSize = 32,
+    print_config_: PrintConfig = False,
+) -> int:
+    """Measure time to first token and decode rate by context length."""
+    if print_config_:
+        print_config(context)
+    if output not in ("md", "json", "csv"):
+        raise InvalidArgument(f"--output is {output}, expected md, json or csv")
+    from shoal.command_bench import bench, parse_contexts
+
+    engine = engine_options(device, kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
+    return bench(model, parse_contexts(contexts), max_tokens, repetitions, output, engine)
+
+
+@app.command("eval")
+def eval_command(
+    context: typer.Context,
+    model: Model = "smollm2",
+    text: Annotated[str, option("--text", help="a UTF-8 text file")] = "",
+    against: Annotated[str | None, option("--against", help="stored logits (.npz of --save, or .npy)")] = None,
+    save: Annotated[str | None, option("--save", help="store the logits (.npz)")] = None,
+    ctx: Annotated[int, option("--ctx", help="tokens of a window", min=4)] = 512,
+    windows: Annotated[int, option("--windows", help="0: the whole text", min=0)] = 0,
+    json: Json = False,
+    device: Device = "auto",
+    kv_dtype: KvDtype = "auto",
+    threads: Threads = 0,
+    exact: Exact = False,
+    max_batch_tokens: BatchTokens = 2048,
+    page_size: PageSize = 32,
+    print_config_: PrintConfig = False,
+) -> int:
+    """Perplexity of a text; with --against also KL divergence and top-1 agreement."""
+    if print_config_:
+        print_config(context)
+    if not text:
+        raise InvalidArgument("--text is missing")
+    from shoal.command_eval import evaluate
+
+    engine = engine_options(device, kv_dtype, 0, threads, exact, max_batch_tokens, page_size)
+    return evaluate(model, text, against, save, ctx, windows, json, engine)
+
+
+@app.command("inspect")
+def inspect_command(
+    context: typer.Context, model: Model = "smollm2", json: Json = False, print_config_: PrintConfig = False
+) -> int:
+    """Show what is in a model file."""
+    if print_config_:
+        print_config(context)
+    from shoal.command_inspect import inspect
+
+    return inspect(model, json)
+
+
+@app.command("doctor")
+def doctor_command(context: typer.Context, json: Json = False, print_config_: PrintConfig = False) -> int:
+    """Show what this machine and this installation have."""
+    if print_config_:
+        print_config(context)
+    from shoal.command_doctor import doctor
+
+    return doctor(json)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and gives the exit status. Every error is one sentence on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        status = typer.main.get_command(app).main(arguments, prog_name="shoal", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except InvalidArgument as error:
+        return _fail(error, 2)
+    except ShoalError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Nobody reads on. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except MemoryError:
+        return _fail(OutOfMemory("out of memory"), 1)
+    except OSError as error:
+        return _fail(error, 1)
+    except Exception as error:
+        # Usage errors of the command-line library, whose classes differ between its versions.
+        if not hasattr(error, "format_message"):
+            if type(error).__name__ == "Abort":
+                return 130
+            raise
+        message = error.format_message().rstrip(".")
+        # Without a command the help has been shown already.
+        return _fail(message, error.exit_code) if type(error).__name__ != "NoArgsIsHelpError" else 2
+
+
+def _fail(error: object, status: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"shoal: {error}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

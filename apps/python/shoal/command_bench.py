@@ -1,0 +1,116 @@
+"""`shoal bench`: time to first token and decode rate by context length, on random tokens."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import random
+import resource
+import statistics
+import sys
+from typing import Any
+
+from shoal import _core, console
+from shoal.errors import InvalidArgument
+from shoal.llm import LLM, SamplingParams
+
+COLUMNS = (
+    "context",
+    "ttft_s",
+    "ttft_spread_s",
+    "prefill_tok_s",
+    "decode_tok_s",
+    "decode_spread_tok_s",
+    "step_ms",
+    "peak_memory_mb",
+)
+
+
+def parse_contexts(text: str) -> list[int]:
+    """ "512,8k" as numbers: k is 1024."""
+    out = []
+    for part in text.split(","):
+        digits = part.strip().lower()
+        factor = 1024 if digits.endswith("k") else 1
+        digits = digits.removesuffix("k")
+        if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * factor <= 1 << 24:
+            raise InvalidArgument(f'"{part}" is no context length; write for example 512,8k')
+        out.append(int(digits) * factor)
+    return out
+
+
+def bench(
+    model: str, contexts: list[int], num_tokens: int, repetitions: int, output: str, engine: dict[str, Any]
+) -> int:
+    if num_tokens < 2 or repetitions < 1:
+        raise InvalidArgument("a bench decodes at least 2 tokens and runs at least once")
+    engine = {
+        **engine,
+        "max_context": engine.get("max_context") or max(contexts) + num_tokens + 1,
+        "prefix_cache": False,
+    }
+    with console.load(model, **engine) as llm:
+        rows = []
+        _measure(llm, 16, 4, 0)  # the first run pays for caches and threads
+        for context in contexts:
+            runs = [_measure(llm, context, num_tokens, i) for i in range(repetitions)]
+            rows.append(_row(context, runs))
+        _print(rows, _setting(llm, num_tokens, repetitions), output)
+    return 0
+
+
+def _measure(llm: LLM, context: int, num_tokens: int, seed: int) -> tuple[float, float]:
+    """Seconds to the first token, and from there to the last."""
+    chooser = random.Random(seed)
+    limit = llm.info["vocab_size"]
+    ids = [chooser.randrange(limit) for _ in range(context)]
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    (completion,) = llm.generate(ids, params)
+    return completion.ttft_s, completion.decode_s / (completion.completion_tokens - 1)
+
+
+def _row(context: int, runs: list[tuple[float, float]]) -> dict[str, float]:
+    first = [ttft for ttft, _ in runs]
+    rates = [1 / step for _, step in runs]
+    return {
+        "context": context,
+        "ttft_s": statistics.median(first),
+        "ttft_spread_s": max(first) - min(first),
+        "prefill_tok_s": context / statistics.median(first),
+        "decode_tok_s": statistics.median(rates),
+        "decode_spread_tok_s": max(rates) - min(rates),
+        "step_ms": 1e3 * statistics.median(step for _, step in runs),
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 * 1.024,
+    }
+
+
+def _setting(llm: LLM, num_tokens: int, repetitions: int) -> dict[str, Any]:
+    return {
+        "model": llm.path.name,
+        "version": _core.version,
+        "processor": _core.cpu_info()["processor"],
+        "system": platform.platform(),
+        **{
+            key: llm.info[key]
+            for key in ("device", "isa", "threads", "kv_dtype", "page_size", "kv_bytes", "weight_bytes")
+        },
+        "decoded_tokens": num_tokens,
+        "repetitions": repetitions,
+    }
+
+
+def _print(rows: list[dict[str, float]], setting: dict[str, Any], output: str) -> None:
+    if output == "json":
+        print(json.dumps({"setting": setting, "results": rows}, indent=2))
+        return
+    if output == "csv":
+        writer = csv.DictWriter(sys.stdout, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+        return
+    print(", ".join(f"{key} {value}" for key, value in setting.items()) + "\n")
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|" + "---:|" * len(COLUMNS))
+    for row in rows:
+        print("| " + " | ".join(f"{row[c]:g}" if c == "context" else f"{row[c]:.4g}" for c in COLUMNS) + " |")
