@@ -231,5 +231,986 @@ INSTANTIATE_TEST_SUITE_P(Features, PagedAttention, testing::ValuesIn(paged_cases
                            return name;
                          });
 
+// ---- what must not change a bit ----
+
+// A sequence in steps of the given lengths. The inputs are those of the one-step case, whatever the chunks.
+std::vector<uint8_t> in_chunks(const Case& whole, const std::vector<int64_t>& chunks, cpu::Isa isa,
+                               cpu::ThreadPool& pool, std::vector<uint8_t>& cache) {
+  Step s(whole);
+  const int32_t past = s.past[0];
+  const PagedAttentionArgs all = s.args();
+  int64_t begin = 0;
+  for (const int64_t len : chunks) {
+    PagedAttentionArgs a = all;
+    std::vector<int32_t> cu = {0, static_cast<int32_t>(len)};
+    std::vector<int32_t> now = {static_cast<int32_t>(past + begin)};
+    a.cumulative_sequence_length = TensorView(cu.data(), DType::kI32, {2});
+    a.past_seqlens = TensorView(now.data(), DType::kI32, {1});
+    a.query = all.query.rows(begin, begin + len);
+    if (all.key) {
+      a.key = all.key.rows(begin, begin + len);
+      a.value = all.value.rows(begin, begin + len);
+    }
+    a.output = all.output.rows(begin, begin + len);
+    Workspace workspace(paged_attention_workspace_bytes(a, pool.num_threads()));
+    paged_attention(a, {&pool, &workspace, isa, "cpu"});
+    begin += len;
+  }
+  EXPECT_EQ(begin, s.num_tokens);
+  cache = s.cache_bytes();
+  return s.output;
+}
+
+std::vector<Case> exact_cases() {
+  std::vector<Case> cases;
+  Case c = {.name = "f16", .num_heads = 6, .num_kv_heads = 2, .past = {70}, .lens = {200}};
+  cases.push_back(c);
+  c = {.name = "window_sink",
+       .type = DType::kF16,
+       .past = {30},
+       .lens = {180},
+       .window = 50,
+       .sink = true,
+       .packed = true};
+  c.rotary = Rotary::kHalf;
+  cases.push_back(c);
+  c = {.name = "int8", .k_cache = DType::kI8, .v_cache = DType::kI8, .k_quant = "PER_CHANNEL", .v_quant = "PER_TENSOR"};
+  c.num_heads = 3;
+  c.num_kv_heads = 1;
+  c.past = {0};
+  c.lens = {150};
+  cases.push_back(c);
+  c.name = "int4_f8";
+  c.k_cache = DType::kU8;
+  c.v_cache = DType::kF8E4M3;
+  c.softcap = 4.0f;
+  c.head_dim = 40;
+  cases.push_back(c);
+  cases.push_back({.name = "spans", .num_heads = 3, .num_kv_heads = 1, .head_dim = 16, .past = {2000}, .lens = {120}});
+  cases.push_back({.name = "f32_mha",
+                   .k_cache = DType::kF32,
+                   .v_cache = DType::kBF16,
+                   .num_heads = 2,
+                   .num_kv_heads = 2,
+                   .head_dim = 32,
+                   .past = {1000},
+                   .lens = {90}});
+  return cases;
+}
+
+class PagedAttentionExact : public testing::TestWithParam<Case> {};
+
+TEST_P(PagedAttentionExact, ChunksAndThreads) {
+  const int64_t n = GetParam().lens[0];
+  const std::vector<std::vector<int64_t>> chunkings = {{n},
+                                                       {1, 2, 3, 4, 5, n - 15},
+                                                       {n / 2, n - n / 2},
+                                                       {64, n - 65, 1},
+                                                       std::vector<int64_t>(static_cast<size_t>(n), 1)};
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    cpu::ThreadPool one(1);
+    std::vector<uint8_t> cache;
+    const std::vector<uint8_t> expected = in_chunks(GetParam(), {n}, isa, one, cache);
+    for (const int num_threads : {1, 2, 3}) {
+      cpu::ThreadPool pool(num_threads);
+      for (const auto& chunks : chunkings) {
+        std::vector<uint8_t> other;
+        EXPECT_EQ(in_chunks(GetParam(), chunks, isa, pool, other), expected)
+            << cpu::to_string(isa) << ", " << num_threads << " threads, " << chunks.size() << " chunks";
+        EXPECT_TRUE(other == cache);
+      }
+    }
+  }
+}
+
+// The rows of a sequence alone, and between neighbours on other pages.
+TEST_P(PagedAttentionExact, NeighboursAndPages) {
+  cpu::ThreadPool pool(2);
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    Step alone(GetParam());
+    run(alone, alone.args(), "cpu", isa, pool);
+    Case wide = GetParam();
+    wide.past = {5, GetParam().past[0], 0};
+    wide.lens = {3, GetParam().lens[0], 2};
+    wide.seed = 77;  // also another order of pages
+    Step s(wide);
+    s.k_scale = std::move(Step(GetParam()).k_scale);
+    s.v_scale = std::move(Step(GetParam()).v_scale);
+    s.sink = std::move(Step(GetParam()).sink);
+    const Step source(GetParam());
+    const auto copy_rows = [&](const Tensor& to, const Tensor& from) {
+      if (from.view()) {
+        std::memcpy(to.view().rows(3, 3 + source.num_tokens).data, from.view().data, from.view().num_bytes());
+      }
+    };
+    copy_rows(s.query, source.query);
+    copy_rows(s.key, source.key);
+    copy_rows(s.value, source.value);
+    for (int64_t pos = 0; pos < source.past[0]; ++pos) {
+      for (int64_t kv_head = 0; kv_head < s.c.num_kv_heads; ++kv_head) {
+        for (const auto member : {&Step::k_pool, &Step::v_pool}) {
+          std::memcpy(s.head_of(s.*member, s.slot_of(1, pos), kv_head),
+                      source.head_of(source.*member, source.slot_of(0, pos), kv_head),
+                      static_cast<size_t>((s.*member).view().dim(3)) * size_of((s.*member).view().dtype));
+        }
+      }
+    }
+    run(s, s.args(), "cpu", isa, pool);
+    const std::vector<float> all = s.result();
+    const std::vector<float> expected = alone.result();
+    const auto width = static_cast<std::ptrdiff_t>(s.c.num_heads * s.v_dim);
+    const std::vector<float> rows(all.begin() + 3 * width, all.end() - 2 * width);
+    EXPECT_EQ(rows, expected) << cpu::to_string(isa);
+  }
+}
+
+TEST_P(PagedAttentionExact, Metadata) {
+  cpu::ThreadPool pool(2);
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    Step plain(GetParam());
+    run(plain, plain.args(), "cpu", isa, pool);
+    const int32_t q = GetParam().lens[0];
+    const int32_t kv = q + GetParam().past[0];
+    for (std::vector<int32_t> bounds :
+         {std::vector<int32_t>{q, kv}, {q, kv, kv}, {0, 0}, {0, 0, 0}, {1 << 20, 1 << 20}, {1 << 20, 1 << 20, 1}}) {
+      Step s(GetParam());
+      PagedAttentionArgs a = s.args();
+      a.attention_metadata = TensorView(bounds.data(), DType::kI32, {static_cast<int64_t>(bounds.size())});
+      run(s, a, "cpu", isa, pool);
+      EXPECT_EQ(s.output, plain.output);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, PagedAttentionExact, testing::ValuesIn(exact_cases()),
+                         [](const auto& test) { return test.param.name; });
+
+// A window over recycled pages: ceil(W / S) + 1 of them, evicted entries -1, against a cache that keeps everything.
+TEST(PagedAttentionRolling, WindowEqualsFullCache) {
+  for (const bool quantized : {false, true}) {
+    for (const int64_t window : {int64_t{20}, int64_t{33}, int64_t{1000}}) {
+      Case c = {.num_heads = 4, .num_kv_heads = 2, .head_dim = 16, .page_size = 16, .past = {0}, .lens = {150}};
+      c.window = window;
+      c.sink = true;
+      if (quantized) {
+        c.k_cache = c.v_cache = DType::kI8;
+        c.k_quant = c.v_quant = "PER_CHANNEL";
+      }
+      for (const cpu::Isa isa : cpu::available_isas()) {
+        cpu::ThreadPool pool(2);
+        std::vector<uint8_t> unused;
+        const std::vector<uint8_t> expected = in_chunks(c, std::vector<int64_t>(150, 1), isa, pool, unused);
+        Step s(c);
+        const PagedAttentionArgs all = s.args();
+        const int64_t num_live = std::min<int64_t>(ceil_div(window, c.page_size) + 1, s.num_pages);
+        std::vector<int32_t> table(static_cast<size_t>(s.num_columns), -1);
+        for (int64_t t = 0; t < 150; ++t) {
+          PagedAttentionArgs a = all;
+          const int64_t column = t / c.page_size;
+          table[static_cast<size_t>(column)] = static_cast<int32_t>(column % num_live);
+          if (column >= num_live) {
+            table[static_cast<size_t>(column - num_live)] = -1;
+          }
+          std::vector<int32_t> cu = {0, 1};
+          std::vector<int32_t> past = {static_cast<int32_t>(t)};
+          std::vector<int32_t> slot = {
+              static_cast<int32_t>(table[static_cast<size_t>(column)] * c.page_size + t % c.page_size)};
+          a.block_table = TensorView(table.data(), DType::kI32, {1, s.num_columns});
+          a.cumulative_sequence_length = TensorView(cu.data(), DType::kI32, {2});
+          a.past_seqlens = TensorView(past.data(), DType::kI32, {1});
+          a.slot_mapping = TensorView(slot.data(), DType::kI32, {1});
+          a.query = all.query.rows(t, t + 1);
+          a.key = all.key.rows(t, t + 1);
+          a.value = all.value.rows(t, t + 1);
+          a.output = all.output.rows(t, t + 1);
+          Workspace workspace(paged_attention_workspace_bytes(a, pool.num_threads()));
+          paged_attention(a, {&pool, &workspace, isa, "cpu"});
+        }
+        EXPECT_EQ(s.output, expected) << window;
+      }
+    }
+  }
+}
+
+// ---- cache bytes worked by hand ----
+
+// One token, one KV head of 16 channels, every variant: the bytes of its K row.
+std::vector<uint8_t> stored_row(DType cache, const std::vector<float>& x, const std::vector<float>& scale) {
+  std::vector<uint8_t> first;
+  std::vector<std::pair<std::string, cpu::Isa>> variants = {{"ref", cpu::Isa::kScalar}};
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    variants.emplace_back("cpu", isa);
+  }
+  for (const auto& [variant, isa] : variants) {
+    Case c = {.k_cache = cache, .v_cache = cache, .num_heads = 1, .num_kv_heads = 1, .head_dim = 16, .page_size = 16};
+    c.past = {0};
+    c.lens = {1};
+    c.k_quant = c.v_quant = scale.size() == 1 ? "PER_TENSOR" : "PER_CHANNEL";
+    Step s(c);
+    std::copy(scale.begin(), scale.end(), s.k_scale.span<float>().begin());
+    for (int64_t i = 0; i < 16; ++i) {
+      set(s.key, i, x[static_cast<size_t>(i)]);
+    }
+    cpu::ThreadPool pool(1);
+    run(s, s.args(), variant, isa, pool);
+    const auto* row = reinterpret_cast<const uint8_t*>(s.head_of(s.k_pool, s.slot_of(0, 0), 0));
+    const std::vector<uint8_t> bytes(row, row + s.k_pool.view().dim(3));
+    if (first.empty()) {
+      first = bytes;
+    }
+    EXPECT_EQ(bytes, first) << variant << " " << cpu::to_string(isa);
+  }
+  return first;
+}
+
+TEST(PagedAttentionBytes, Int4TiesAndSaturation) {
+  const std::vector<float> x = {2.5f, -2.5f, 1.5f, -1.5f, 0.5f, -0.5f, -9.0f, 8.0f,
+                                7.0f, -8.0f, 0.0f, 3.49f, 1.0f, -7.5f, 6.5f,  -0.0f};
+  // Codes + 8: 10 6 10 6 8 8 0 15 15 0 8 11 9 0 14 8
+  EXPECT_EQ(stored_row(DType::kU8, x, {1.0f}), (std::vector<uint8_t>{0x6a, 0x6a, 0x88, 0xf0, 0x0f, 0xb8, 0x09, 0x8e}));
+  EXPECT_EQ(stored_row(DType::kU8, std::vector<float>(16, 0.0f), {1.0f}), std::vector<uint8_t>(8, 0x88));
+  EXPECT_EQ(stored_row(DType::kU8, x, {0.0f}), std::vector<uint8_t>(8, 0x88));
+  const std::vector<float> extremes = {0x1p-24f, -0x1p-24f, 1e10f, -1e10f, 1e10f, 0x1p-24f, 0, 0,
+                                       0,        0,         0,     0,      0,     0,        0, 0};
+  EXPECT_EQ(stored_row(DType::kU8, extremes, {1e-6f}),
+            (std::vector<uint8_t>{0x88, 0x0f, 0x8f, 0x88, 0x88, 0x88, 0x88, 0x88}));
+}
+
+TEST(PagedAttentionBytes, Int8DividesAndSaturates) {
+  std::vector<float> x = {2.5f,  -2.5f,  0.5f, 1.5f,  127.5f, 126.5f, -128.5f, -1000.0f,
+                          1e30f, -1e30f, 0.0f, -0.0f, 3.0f,   -3.0f,  64.0f,   100.49f};
+  const auto code = [](int v) { return static_cast<uint8_t>(static_cast<int8_t>(v)); };
+  EXPECT_EQ(stored_row(DType::kI8, x, {1.0f}),
+            (std::vector<uint8_t>{code(2), code(-2), 0, 2, 127, 126, code(-128), code(-128), 127, code(-128), 0, 0, 3,
+                                  code(-3), 64, 100}));
+  // A channel with scale 0 stores 0, a negative scale turns the sign, a subnormal one saturates.
+  std::vector<float> scales(16, 1.0f);
+  scales[0] = 0.0f;
+  scales[1] = -1.0f;
+  scales[2] = 1e-40f;
+  scales[3] = std::numeric_limits<float>::infinity();
+  const std::vector<uint8_t> row = stored_row(DType::kI8, x, scales);
+  EXPECT_EQ(row[0], 0);
+  EXPECT_EQ(row[1], 2);
+  EXPECT_EQ(row[2], 127);
+  EXPECT_EQ(row[3], 0);
+  // x / s and x * (1 / s) give other codes here: 10.5 scales of 0.1f are just below or above the tie.
+  testkit::Random random(5);
+  int num_differences = 0;
+  for (int round = 0; round < 60; ++round) {
+    const float s = random.uniform(0.001f, 0.1f);
+    for (float& v : x) {
+      v = s * (static_cast<float>(random.integer(-100, 100)) + 0.5f);
+    }
+    const std::vector<uint8_t> bytes = stored_row(DType::kI8, x, {s});
+    for (size_t i = 0; i < x.size(); ++i) {
+      EXPECT_EQ(bytes[i], code(static_cast<int>(std::nearbyint(x[i] / s))));
+      num_differences += bytes[i] != code(static_cast<int>(std::nearbyint(x[i] * (1.0f / s))));
+    }
+  }
+  EXPECT_GT(num_differences, 0) << "the case does not tell division from multiplication";
+}
+
+TEST(PagedAttentionBytes, Float8) {
+  const std::vector<float> x = {0.0f,      1.0f,  -1.0f, 448.0f, 500.0f, -1e30f,  0x1p-9f, 0x1p-10f,
+                                0x1.8p-9f, 17.0f, 19.0f, 18.0f,  464.0f, 1.0625f, 1.1875f, 0x1p-6f};
+  EXPECT_EQ(stored_row(DType::kF8E4M3, x, {1.0f}),
+            (std::vector<uint8_t>{0x00, 0x38, 0xb8, 0x7e, 0x7e, 0xfe, 0x01, 0x00, 0x02, 0x58, 0x5a, 0x59, 0x7e, 0x38,
+                                  0x3a, 0x08}));
+  EXPECT_EQ(stored_row(DType::kF8E4M3, x, {0.0f}), std::vector<uint8_t>(16, 0x00));
+}
+
+// ---- scales far from ordinary ----
+
+void expect_finite_and_right(Step& s) {
+  cpu::ThreadPool pool(2);
+  run(s, s.args(), "ref", cpu::Isa::kScalar, pool);
+  const std::vector<float> expected = s.result();
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    run(s, s.args(), "cpu", isa, pool);
+    for (const float x : s.result()) {
+      ASSERT_TRUE(std::isfinite(x)) << cpu::to_string(isa);
+    }
+    const auto result = testkit::compare(s.result(), expected, 1e-4, 1e-5);
+    EXPECT_TRUE(result) << result.text;
+  }
+}
+
+TEST(PagedAttentionScales, Extremes) {
+  Case c = {.k_cache = DType::kI8, .v_cache = DType::kI8, .k_quant = "PER_CHANNEL", .v_quant = "PER_CHANNEL"};
+  c.past = {70};
+  c.lens = {3};
+  {  // a spread of 1e8
+    Step s(c);
+    for (int64_t i = 0; i < s.k_scale.view().num_elements(); ++i) {
+      s.k_scale.span<float>()[static_cast<size_t>(i)] = i % 2 == 0 ? 1e-10f : 1e-2f;
+    }
+    expect_finite_and_right(s);
+  }
+  for (const float scale : {0.0f, -0.01f, 1e-40f}) {
+    Step s(c);
+    for (float& x : s.k_scale.span<float>()) {
+      x = scale;
+    }
+    for (float& x : s.v_scale.span<float>()) {
+      x = scale;
+    }
+    expect_finite_and_right(s);
+  }
+  for (const char* quant : {"PER_TENSOR", "PER_CHANNEL"}) {  // the largest scale over codes of 0
+    Case large = c;
+    large.k_quant = quant;
+    large.past = {0};
+    large.lens = {5};
+    large.scale = 2.0f;
+    Step s(large);
+    for (float& x : s.k_scale.span<float>()) {
+      x = std::numeric_limits<float>::max();
+    }
+    expect_finite_and_right(s);
+  }
+}
+
+TEST(PagedAttentionScales, AnyShapeOfChannelScales) {
+  Case c = {.k_cache = DType::kI8, .v_cache = DType::kI8, .k_quant = "PER_CHANNEL", .v_quant = "PER_TENSOR"};
+  Step plain(c);
+  cpu::ThreadPool pool(1);
+  run(plain, plain.args(), {}, cpu::default_isa(), pool);
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{2, 64}, {128}, {1, 2, 1, 64}}) {
+    Step s(c);
+    PagedAttentionArgs a = s.args();
+    a.k_scale = TensorView(s.k_scale.view().data, DType::kF32, shape);
+    a.v_scale = TensorView(s.v_scale.view().data, DType::kF32, {1, 1, 1});
+    run(s, a, {}, cpu::default_isa(), pool);
+    EXPECT_EQ(s.output, plain.output);
+  }
+}
+
+// ---- contents that no correct caller sends, and memory that is not what it usually is ----
+
+// Runs every variant on a fresh Step that `change` has altered; `check` sees the result.
+void for_each_variant(const Case& c, const std::function<void(Step&, PagedAttentionArgs&)>& change,
+                      const std::function<void(const Step&)>& check) {
+  std::vector<std::pair<std::string, cpu::Isa>> variants = {{"ref", cpu::Isa::kScalar}};
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    variants.emplace_back("cpu", isa);
+  }
+  for (const auto& [variant, isa] : variants) {
+    SCOPED_TRACE(variant + " " + std::string(cpu::to_string(isa)));
+    cpu::ThreadPool pool(2);
+    Step s(c);
+    PagedAttentionArgs a = s.args();
+    change(s, a);
+    run(s, a, variant, isa, pool);
+    EXPECT_TRUE(s.guards_intact());
+    check(s);
+  }
+}
+
+std::vector<float> token_rows(const Step& s, int64_t begin, int64_t end) {
+  const std::vector<float> all = s.result();
+  const int64_t width = s.c.num_heads * s.v_dim;
+  return {all.begin() + begin * width, all.begin() + end * width};
+}
+
+bool all_zero(const std::vector<float>& rows) {
+  return std::all_of(rows.begin(), rows.end(), [](float x) { return x == 0.0f; });
+}
+
+Case three_sequences() {
+  return {.num_heads = 4, .num_kv_heads = 2, .head_dim = 16, .page_size = 16, .past = {5, 7, 9}, .lens = {2, 3, 4}};
+}
+
+TEST(PagedAttentionMalformed, NegativePast) {
+  Step plain(three_sequences());
+  cpu::ThreadPool pool(1);
+  run(plain, plain.args(), "ref", cpu::Isa::kScalar, pool);
+  const Step before(three_sequences());
+  for (const int32_t past : {-1, std::numeric_limits<int32_t>::min()}) {
+    for_each_variant(
+        three_sequences(), [&](Step& s, PagedAttentionArgs&) { s.past[1] = past; },
+        [&](const Step& s) {
+          EXPECT_TRUE(all_zero(token_rows(s, 2, 5)));
+          EXPECT_TRUE(testkit::compare(token_rows(s, 0, 2), token_rows(plain, 0, 2), 1e-5, 1e-5));
+          EXPECT_TRUE(testkit::compare(token_rows(s, 5, 9), token_rows(plain, 5, 9), 1e-5, 1e-5));
+          for (int64_t pos = 7; pos < 10; ++pos) {
+            const int64_t slot = before.slot_of(1, pos);
+            EXPECT_EQ(std::memcmp(s.head_of(s.k_pool, slot, 0), before.head_of(before.k_pool, slot, 0), 64), 0);
+          }
+        });
+  }
+}
+
+TEST(PagedAttentionMalformed, Offsets) {
+  const auto none = [](const Step&) {};
+  const std::vector<std::vector<int32_t>> wild = {{-3, -2, 1 << 30, 9}, {9, 5, 2, 0}, {0, 100, -100, 9},
+                                                  {5, 9, 0, 5},         {0, 9, 0, 9}, {-1, -1, -1, -1}};
+  for (const auto& offsets : wild) {
+    for_each_variant(
+        three_sequences(),
+        [&](Step& s, PagedAttentionArgs&) {
+          s.cu.assign(offsets.begin(), offsets.end());
+          s.cu.resize(4);
+        },
+        none);
+  }
+  // Rows that no sequence claims are zero, the others right.
+  Step plain(three_sequences());
+  cpu::ThreadPool pool(1);
+  run(plain, plain.args(), "ref", cpu::Isa::kScalar, pool);
+  for_each_variant(
+      three_sequences(), [](Step& s, PagedAttentionArgs&) { s.cu[3] = 5; },
+      [&](const Step& s) {
+        EXPECT_TRUE(all_zero(token_rows(s, 5, 9)));
+        EXPECT_TRUE(testkit::compare(token_rows(s, 0, 5), token_rows(plain, 0, 5), 1e-5, 1e-5));
+      });
+  for_each_variant(
+      three_sequences(), [](Step& s, PagedAttentionArgs&) { s.cu[3] = 10; },
+      [&](const Step& s) { EXPECT_TRUE(all_zero(token_rows(s, 5, 9))); });
+}
+
+TEST(PagedAttentionMalformed, PagesAndSlots) {
+#ifdef NDEBUG
+  // A wrong page is an unmapped page.
+  std::vector<float> expected;
+  for (const int32_t page :
+       {-1, -2, 1 << 20, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()}) {
+    Case c = three_sequences();
+    c.past = {70, 40, 3};
+    for_each_variant(
+        c, [&](Step& s, PagedAttentionArgs&) { s.table[1] = page; },
+        [&](const Step& s) {
+          if (expected.empty()) {
+            expected = s.result();
+          }
+          const auto result = testkit::compare(s.result(), expected, 1e-5, 1e-5);
+          EXPECT_TRUE(result) << page << ": " << result.text;
+        });
+  }
+#endif
+  const Step before(three_sequences());
+  for (const int32_t slot :
+       {-1, -7, 1 << 30, std::numeric_limits<int32_t>::max(), static_cast<int32_t>(before.num_pages * 16)}) {
+    for_each_variant(
+        three_sequences(),
+        [&](Step& s, PagedAttentionArgs& a) {
+          s.slot_map.assign(9, slot);
+          a.slot_mapping = TensorView(s.slot_map.data(), DType::kI32, {9});
+        },
+        [&](const Step& s) { EXPECT_TRUE(s.cache_bytes() == before.cache_bytes()); });
+  }
+}
+
+TEST(PagedAttentionMalformed, PositionsBeyondTheTable) {
+  Case c = three_sequences();
+  c.extra_columns = 0;
+  for (const int32_t past : {47, 48, 1000, std::numeric_limits<int32_t>::max()}) {
+    std::vector<float> expected;
+    for_each_variant(
+        c, [&](Step& s, PagedAttentionArgs&) { s.past[2] = past; },
+        [&](const Step& s) {
+          expected = expected.empty() ? token_rows(s, 0, 5) : expected;
+          EXPECT_TRUE(testkit::compare(token_rows(s, 0, 5), expected, 1e-5, 1e-5));
+        });
+  }
+}
+
+TEST(PagedAttentionMalformed, EverythingUnmapped) {
+  for (const bool sink : {false, true}) {
+    Case c = three_sequences();
+    c.sink = sink;
+    const Step before(c);
+    for_each_variant(
+        c, [&](Step& s, PagedAttentionArgs&) { std::fill(s.table.begin(), s.table.end(), -1); },
+        [&](const Step& s) {
+          EXPECT_TRUE(all_zero(s.result()));
+          EXPECT_TRUE(s.cache_bytes() == before.cache_bytes());
+        });
+  }
+}
+
+TEST(PagedAttentionMalformed, RotaryTableTooShort) {
+  Case c = three_sequences();
+  c.rotary = Rotary::kHalf;
+  std::vector<float> expected;
+  for_each_variant(
+      c,
+      [](Step&, PagedAttentionArgs& a) {
+        a.cos_cache = a.cos_cache.rows(0, 3);
+        a.sin_cache = a.sin_cache.rows(0, 3);
+      },
+      [&](const Step& s) {
+        expected = expected.empty() ? s.result() : expected;
+        EXPECT_TRUE(testkit::compare(s.result(), expected, 1e-5, 1e-5));
+      });
+}
+
+// NaN in the K and V of a token reaches only the rows that admit it.
+TEST(PagedAttentionMasking, NanOfLaterTokensDoesNotShow) {
+  for (const DType cache : {DType::kF16, DType::kF32, DType::kBF16, DType::kF8E4M3}) {
+    Case c = {.k_cache = cache,
+              .v_cache = cache,
+              .num_heads = 6,
+              .num_kv_heads = 2,
+              .head_dim = 32,
+              .past = {50},
+              .lens = {40}};
+    c.k_quant = c.v_quant = cache == DType::kF8E4M3 ? "PER_TENSOR" : "NONE";
+    c.scale = 0.1f;
+    std::vector<std::vector<uint8_t>> clean;
+    for_each_variant(
+        c, [](Step&, PagedAttentionArgs&) {}, [&](const Step& s) { clean.push_back(s.output); });
+    size_t variant_idx = 0;
+    for_each_variant(
+        c,
+        [](Step& s, PagedAttentionArgs&) {
+          for (int64_t i = 0; i < 64; ++i) {
+            set(s.value, 20 * 64 + i, std::numeric_limits<float>::quiet_NaN());
+            set(s.value, 30 * 64 + i, std::numeric_limits<float>::infinity());
+            set(s.key, 25 * 64 + i, std::numeric_limits<float>::quiet_NaN());
+          }
+        },
+        [&](const Step& s) {
+          const auto admitted_bytes = static_cast<std::ptrdiff_t>(Step::kGuard) + 20 * 6 * 32 * 4;
+          EXPECT_TRUE(std::equal(s.output.begin(), s.output.begin() + admitted_bytes, clean[variant_idx].begin()))
+              << to_string(cache);
+          for (const float x : token_rows(s, 20, 21)) {
+            EXPECT_TRUE(std::isnan(x));
+          }
+          ++variant_idx;
+        });
+  }
+}
+
+// A token that is not written attends to what the cache holds at its place, not to its own key and value.
+TEST(PagedAttentionMasking, SuppressedWriteReadsTheCache) {
+  Case c = {.num_heads = 1, .num_kv_heads = 1, .head_dim = 8, .page_size = 16, .past = {0}, .lens = {1}};
+  for_each_variant(
+      c,
+      [](Step& s, PagedAttentionArgs& a) {
+        s.fill_slot(s.slot_of(0, 0));
+        s.slot_map = {-1};
+        a.slot_mapping = TensorView(s.slot_map.data(), DType::kI32, {1});
+      },
+      [](const Step& s) {
+        const TensorView stored(s.head_of(s.v_pool, s.slot_of(0, 0), 0), DType::kF16, {8});
+        for (int64_t i = 0; i < 8; ++i) {
+          EXPECT_EQ(s.result()[static_cast<size_t>(i)], get(stored, i));
+          EXPECT_NE(get(stored, i), get(s.value, i));
+        }
+      });
+}
+
+TEST(PagedAttentionMemory, ZeroTokens) {
+  Case c = three_sequences();
+  c.lens = {0, 0, 0};
+  const Step before(c);
+  for_each_variant(
+      c, [](Step&, PagedAttentionArgs&) {},
+      [&](const Step& s) { EXPECT_TRUE(s.cache_bytes() == before.cache_bytes()); });
+}
+
+// Rows with gaps, columns with gaps, index tensors with strides.
+TEST(PagedAttentionMemory, Strided) {
+  for (const DType type : {DType::kF32, DType::kF16}) {
+    Case c = three_sequences();
+    c.type = type;
+    c.sink = c.norm = true;
+    c.rotary = Rotary::kInterleaved;
+    std::vector<std::vector<uint8_t>> plain;
+    for_each_variant(
+        c, [](Step&, PagedAttentionArgs&) {}, [&](const Step& s) { plain.push_back(s.output); });
+    size_t variant_idx = 0;
+    std::vector<Tensor> memory;
+    for_each_variant(
+        c,
+        [&](Step&, PagedAttentionArgs& a) {
+          // A copy of `view` in memory with `gap` elements for each one.
+          const auto spread = [&](TensorView& view, int64_t gap) {
+            const int64_t columns = view.rank > 1 ? view.dim(1) : view.dim(0);
+            const int64_t rows = view.rank > 1 ? view.dim(0) : 1;
+            memory.emplace_back(view.dtype, std::initializer_list<int64_t>{rows * (columns * gap + 3)});
+            std::memset(memory.back().view().data, 0xff, memory.back().view().num_bytes());
+            const size_t item = size_of(view.dtype);
+            for (int64_t r = 0; r < rows; ++r) {
+              for (int64_t i = 0; i < columns; ++i) {
+                std::memcpy(
+                    memory.back().view().as<char>() + static_cast<size_t>(r * (columns * gap + 3) + i * gap) * item,
+                    view.as<char>() + static_cast<size_t>(r * columns + i) * item, item);
+              }
+            }
+            view.data = memory.back().view().data;
+            view.strides = view.rank > 1 ? std::array<int64_t, kMaxRank>{columns * gap + 3, gap}
+                                         : std::array<int64_t, kMaxRank>{gap};
+          };
+          memory.clear();
+          spread(a.query, 1);
+          spread(a.key, 2);
+          spread(a.value, 3);
+          for (TensorView* view : {&a.cumulative_sequence_length, &a.past_seqlens, &a.block_table, &a.cos_cache,
+                                   &a.sin_cache, &a.head_sink, &a.q_norm_weight, &a.k_norm_weight}) {
+            spread(*view, 2);
+          }
+        },
+        [&](const Step& s) { EXPECT_EQ(s.output, plain[variant_idx++]); });
+  }
+}
+
+TEST(PagedAttentionMemory, CachesAtAnyByte) {
+  for (const DType cache : {DType::kF16, DType::kI8, DType::kU8, DType::kF32}) {
+    Case c = {.k_cache = cache, .v_cache = cache, .num_heads = 2, .num_kv_heads = 1, .past = {70}, .lens = {1}};
+    c.k_quant = c.v_quant = size_of(cache) == 1 ? "PER_CHANNEL" : "NONE";
+    std::vector<std::vector<uint8_t>> plain;
+    for_each_variant(
+        c, [](Step&, PagedAttentionArgs&) {}, [&](const Step& s) { plain.push_back(s.output); });
+    for (const int64_t offset : {1, 2, 7}) {
+      size_t variant_idx = 0;
+      std::vector<char> k_memory;
+      std::vector<char> v_memory;
+      for_each_variant(
+          c,
+          [&](Step& s, PagedAttentionArgs& a) {
+            const auto move = [&](TensorView& view, std::vector<char>& memory) {
+              memory.assign(view.num_bytes() + 8, 0);
+              std::memcpy(memory.data() + offset, view.data, view.num_bytes());
+              view.data = memory.data() + offset;
+            };
+            move(a.key_cache, k_memory);
+            move(a.value_cache, v_memory);
+            static_cast<void>(s);
+          },
+          [&](const Step& s) { EXPECT_EQ(s.output, plain[variant_idx++]) << offset; });
+    }
+  }
+}
+
+// Rows of output may have gaps, which stay untouched.
+TEST(PagedAttentionMemory, StridedOutput) {
+  std::vector<float> wide;
+  Case c = three_sequences();
+  std::vector<std::vector<uint8_t>> plain;
+  for_each_variant(
+      c, [](Step&, PagedAttentionArgs&) {}, [&](const Step& s) { plain.push_back(s.output); });
+  size_t variant_idx = 0;
+  for_each_variant(
+      c,
+      [&](Step&, PagedAttentionArgs& a) {
+        wide.assign(9 * 70, -7.0f);
+        a.output.data = wide.data();
+        a.output.strides[0] = 70;
+      },
+      [&](const Step&) {
+        const auto* expected = reinterpret_cast<const float*>(plain[variant_idx++].data() + Step::kGuard);
+        for (size_t t = 0; t < 9; ++t) {
+          EXPECT_EQ(std::memcmp(&wide[t * 70], expected + t * 64, 64 * sizeof(float)), 0);
+          for (size_t i = 64; i < 70; ++i) {
+            EXPECT_EQ(wide[t * 70 + i], -7.0f);
+          }
+        }
+      });
+}
+
+// Two tokens with one slot: one of them stays, whole.
+TEST(PagedAttentionMemory, SharedSlot) {
+  Case c = {.num_heads = 2, .num_kv_heads = 2, .head_dim = 64, .past = {0}, .lens = {40}};
+  for_each_variant(
+      c,
+      [](Step& s, PagedAttentionArgs& a) {
+        s.slot_map.assign(40, static_cast<int32_t>(s.slot_of(0, 0)));
+        a.slot_mapping = TensorView(s.slot_map.data(), DType::kI32, {40});
+      },
+      [](const Step& s) {
+        for (int64_t i = 0; i < 128; ++i) {
+          const std::byte* head = s.head_of(s.k_pool, s.slot_of(0, 0), i / 64);
+          EXPECT_EQ(get(TensorView(const_cast<std::byte*>(head), DType::kF16, {64}), i % 64),
+                    f16_to_f32(f32_to_f16(get(s.key, 39 * 128 + i))));
+        }
+      });
+}
+
+TEST(PagedAttentionMemory, WorkspaceGrowsWithTheStep) {
+  Case c = three_sequences();
+  size_t last = 0;
+  for (const int32_t len : {1, 5, 60, 300}) {
+    c.lens = {len, 1, 1};
+    Step s(c);
+    const size_t bytes = paged_attention_workspace_bytes(s.args(), 2);
+    EXPECT_GT(bytes, last);
+    last = bytes;
+    PagedAttentionArgs a = s.args();  // shapes are enough
+    a.query = TensorView(nullptr, a.query.dtype, a.query.dims());
+    a.block_table = TensorView(nullptr, DType::kI32, a.block_table.dims());
+    a.key_cache = TensorView(nullptr, a.key_cache.dtype, a.key_cache.dims());
+    a.output = {};
+    EXPECT_EQ(paged_attention_workspace_bytes(a, 2), bytes);
+  }
+}
+
+// ---- rejections ----
+
+struct Rejection {
+  std::string expected;  // part of the message
+  std::function<void(Step&, PagedAttentionArgs&)> change;
+  Case c = {.head_dim = 64, .sink = true, .norm = true, .rotary = Rotary::kHalf};
+};
+
+Case latent_case() { return {.num_heads = 4, .num_kv_heads = 1, .head_dim = 64, .v_head_dim = 32, .scale = 0.2f}; }
+
+Case quantized_case() {
+  return {.k_cache = DType::kI8, .v_cache = DType::kU8, .k_quant = "PER_TENSOR", .v_quant = "PER_CHANNEL"};
+}
+
+TensorView shaped(const TensorView& view, std::initializer_list<int64_t> shape) {
+  return TensorView(view.data, view.dtype, shape);
+}
+
+TensorView typed(const TensorView& view, DType type) { return TensorView(view.data, type, view.dims()); }
+
+std::vector<Rejection> rejections() {
+  using A = PagedAttentionArgs;
+  static int32_t metadata[4] = {1, 0, 0, 0};
+  const auto with_metadata = [](A& a, std::vector<int32_t> values) {
+    std::copy(values.begin(), values.end(), metadata);
+    a.attention_metadata = TensorView(metadata, DType::kI32, {static_cast<int64_t>(values.size())});
+  };
+  return {
+      {"num_heads is 0", [](Step&, A& a) { a.num_heads = 0; }},
+      {"kv_num_heads is -1", [](Step&, A& a) { a.kv_num_heads = -1; }},
+      {"num_heads is 4, expected a multiple of kv_num_heads = 3", [](Step&, A& a) { a.kv_num_heads = 3; }},
+      {"kv_cache_layout is 'PAGED', expected SEPARATE or LATENT", [](Step&, A& a) { a.kv_cache_layout = "PAGED"; }},
+      {"scale is", [](Step&, A& a) { a.scale = std::numeric_limits<float>::quiet_NaN(); }},
+      {"softcap is", [](Step&, A& a) { a.softcap = -1.0f; }},
+      {"qk_norm_epsilon is 0", [](Step&, A& a) { a.qk_norm_epsilon = 0.0f; }},
+      {"qk_norm_epsilon is inf", [](Step&, A& a) { a.qk_norm_epsilon = std::numeric_limits<float>::infinity(); }},
+      {"rotary_offset is -8", [](Step&, A& a) { a.rotary_offset = -8; }},
+      {"rotary_offset is 4, expected a multiple of 8", [](Step&, A& a) { a.rotary_offset = 4; }},
+      {"query is required", [](Step&, A& a) { a.query = {}; }},
+      {"query has 1 dimensions, expected 2", [](Step&, A& a) { a.query = shaped(a.query, {256}); }},
+      {"query has type int8", [](Step&, A& a) { a.query = typed(a.query, DType::kI8); }},
+      {"query dimension 1 is 255, expected a multiple of num_heads = 4",
+       [](Step&, A& a) {
+         a.query = shaped(a.query, {1, 255});
+       }},
+      {"head_size is 60 (from query), expected a multiple of 8",
+       [](Step&, A& a) {
+         a.query = shaped(a.query, {1, 240});
+       }},
+      {"key is required when value is given", [](Step&, A& a) { a.key = {}; }},
+      {"value is required when key is given", [](Step&, A& a) { a.value = {}; }},
+      {"key has shape [1, 127]",
+       [](Step&, A& a) {
+         a.key = shaped(a.key, {1, 127});
+       }},
+      {"key has type float16, expected float32", [](Step&, A& a) { a.key = typed(a.key, DType::kF16); }},
+      {"value has shape [2, 64]",
+       [](Step&, A& a) {
+         a.value = shaped(a.value, {2, 64});
+       }},
+      {"key_cache is required", [](Step&, A& a) { a.key_cache = {}; }},
+      {"value_cache is required", [](Step&, A& a) { a.value_cache = {}; }},
+      {"key_cache has 3 dimensions, expected 4",
+       [](Step&, A& a) {
+         a.key_cache = shaped(a.key_cache, {1, 32, 128});
+       }},
+      {"key_cache dimension 2 is 1, expected kv_num_heads = 2",
+       [](Step&, A& a) {
+         a.key_cache = shaped(a.key_cache, {1, 32, 1, 64});
+       }},
+      {"key_cache dimension 3 is 32, expected head_size = 64",
+       [](Step&, A& a) {
+         a.key_cache = shaped(a.key_cache, {1, 32, 2, 32});
+       }},
+      {"block_size (key_cache dimension 1) is 24",
+       [](Step&, A& a) {
+         a.key_cache = shaped(a.key_cache, {1, 24, 2, 64});
+       }},
+      {"block_size (key_cache dimension 1) is 8",
+       [](Step&, A& a) {
+         a.key_cache = shaped(a.key_cache, {1, 8, 2, 64});
+       }},
+      {"value_cache dimension 1 is 16, expected 32 as in key_cache",
+       [](Step&, A& a) {
+         a.value_cache = shaped(a.value_cache, {a.value_cache.dim(0), 16, 2, 64});
+       }},
+      {"value_cache dimension 0 is 1",
+       [](Step&, A& a) {
+         a.value_cache = shaped(a.value_cache, {1, 32, 2, 64});
+       }},
+      {"key_cache must be contiguous", [](Step&, A& a) { a.key_cache.strides[1] *= 2; }},
+      {"value_cache must be contiguous", [](Step&, A& a) { a.value_cache.strides[0] += 1; }},
+      {"key_cache has type int32", [](Step&, A& a) { a.key_cache = typed(a.key_cache, DType::kI32); }},
+      {"cumulative_sequence_length is required", [](Step&, A& a) { a.cumulative_sequence_length = {}; }},
+      {"cumulative_sequence_length has 1 elements",
+       [](Step&, A& a) { a.cumulative_sequence_length = shaped(a.cumulative_sequence_length, {1}); }},
+      {"cumulative_sequence_length has type int64",
+       [](Step&, A& a) { a.cumulative_sequence_length = typed(a.cumulative_sequence_length, DType::kI64); }},
+      {"past_seqlens is required", [](Step&, A& a) { a.past_seqlens = {}; }},
+      {"past_seqlens has shape [2], expected [batch_size = 1]",
+       [](Step&, A& a) { a.past_seqlens = shaped(a.past_seqlens, {2}); }},
+      {"block_table is required", [](Step&, A& a) { a.block_table = {}; }},
+      {"block_table has shape [2, 1]",
+       [](Step&, A& a) {
+         a.block_table = shaped(a.block_table, {2, 1});
+       }},
+      {"slot_mapping has shape [3], expected [num_tokens = 1]",
+       [](Step&, A& a) { a.slot_mapping = shaped(a.past_seqlens, {3}); }},
+      {"sin_cache is required when cos_cache", [](Step&, A& a) { a.sin_cache = {}; }},
+      {"cos_cache is required when sin_cache", [](Step&, A& a) { a.cos_cache = {}; }},
+      {"cos_cache and sin_cache are required with do_rotary", [](Step&, A& a) { a.cos_cache = a.sin_cache = {}; }},
+      {"sin_cache has shape",
+       [](Step&, A& a) {
+         a.sin_cache = shaped(a.sin_cache, {2, 16});
+       }},
+      {"cos_cache dimension 1 (rotary_dim / 2) is 12",
+       [](Step&, A& a) {
+         a.cos_cache = shaped(a.cos_cache, {2, 12});
+         a.sin_cache = a.cos_cache;
+       }},
+      {"cos_cache dimension 1 (rotary_dim / 2) is 40",
+       [](Step&, A& a) {
+         a.cos_cache = shaped(a.cos_cache, {2, 40});
+         a.sin_cache = a.cos_cache;
+       }},
+      {"rotary_offset + rotary_dim is 72, expected at most head_size = 64", [](Step&, A& a) { a.rotary_offset = 8; }},
+      {"q_norm_weight is required when k_norm_weight", [](Step&, A& a) { a.q_norm_weight = {}; }},
+      {"k_norm_weight is required when q_norm_weight", [](Step&, A& a) { a.k_norm_weight = {}; }},
+      {"q_norm_weight has shape [32]", [](Step&, A& a) { a.q_norm_weight = shaped(a.q_norm_weight, {32}); }},
+      {"head_sink has shape [3], expected [num_heads = 4]",
+       [](Step&, A& a) { a.head_sink = shaped(a.head_sink, {3}); }},
+      {"v_head_size is 65", [](Step&, A& a) { a.v_head_size = 65; }},
+      {"v_head_size is -1", [](Step&, A& a) { a.v_head_size = -1; }},
+      {"v_head_size is 32, expected head_size = 64 with kv_cache_layout SEPARATE",
+       [](Step&, A& a) { a.v_head_size = 32; }},
+      {"k_quant_type is 'PER_TOKEN'", [](Step&, A& a) { a.k_quant_type = "PER_TOKEN"; }},
+      {"k_quant_type is PER_TENSOR, expected NONE", [](Step&, A& a) { a.k_quant_type = "PER_TENSOR"; }},
+      {"v_scale must be absent", [](Step& s, A& a) { a.v_scale = s.v_scale; }},
+      {"k_cache_dtype is 'uint4'", [](Step&, A& a) { a.k_cache_dtype = "uint4"; }},
+      {"v_cache_dtype is 'float4e2m1', which is reserved", [](Step&, A& a) { a.v_cache_dtype = "float4e2m1"; }},
+      {"k_cache_dtype is 'int8', expected float16", [](Step&, A& a) { a.k_cache_dtype = "int8"; }},
+      {"k_cache_dtype is 'int4'", [](Step&, A& a) { a.k_cache_dtype = "int4"; }},
+      {"k_quant_type is NONE", [](Step&, A& a) { a.k_quant_type = "NONE"; }, quantized_case()},
+      {"k_scale is required", [](Step&, A& a) { a.k_scale = {}; }, quantized_case()},
+      {"v_scale is required", [](Step&, A& a) { a.v_scale = {}; }, quantized_case()},
+      {"k_scale has shape [2], expected 1 element", [](Step&, A& a) { a.k_scale = shaped(a.k_scale, {2}); },
+       quantized_case()},
+      {"v_scale has shape [1], expected 128 elements", [](Step&, A& a) { a.v_scale = shaped(a.v_scale, {1}); },
+       quantized_case()},
+      {"k_scale has type float16", [](Step&, A& a) { a.k_scale = typed(a.k_scale, DType::kF16); }, quantized_case()},
+      {"v_cache_dtype is '', expected int4 with a uint8 value_cache", [](Step&, A& a) { a.v_cache_dtype = ""; },
+       quantized_case()},
+      {"value_cache dimension 3 is 64, expected (head_size + 1) / 2 = 32",
+       [](Step&, A& a) {
+         a.value_cache = shaped(a.value_cache, {a.value_cache.dim(0), 32, 2, 64});
+       },
+       quantized_case()},
+      {"key is required with kv_cache_layout LATENT", [](Step&, A& a) { a.key = {}; }, latent_case()},
+      {"value must be absent", [](Step&, A& a) { a.value = a.key; }, latent_case()},
+      {"value_cache must be absent", [](Step&, A& a) { a.value_cache = a.key_cache; }, latent_case()},
+      {"value_cache_out must be absent", [](Step&, A& a) { a.value_cache_out = a.key_cache; }, latent_case()},
+      {"v_scale must be absent", [](Step& s, A& a) { a.v_scale = s.v_scale; }, latent_case()},
+      {"v_quant_type is 'PER_TENSOR', expected NONE", [](Step&, A& a) { a.v_quant_type = "PER_TENSOR"; },
+       latent_case()},
+      {"v_cache_dtype is 'int8', expected ''", [](Step&, A& a) { a.v_cache_dtype = "int8"; }, latent_case()},
+      {"head_sink must be absent", [](Step&, A& a) { a.head_sink = a.key; }, latent_case()},
+      {"q_norm_weight and k_norm_weight must be absent", [](Step&, A& a) { a.q_norm_weight = a.k_norm_weight = a.key; },
+       latent_case()},
+      {"kv_num_heads is 2, expected 1", [](Step&, A& a) { a.kv_num_heads = 2; }, latent_case()},
+      {"scale is required when v_head_size = 32 differs from head_size = 64", [](Step&, A& a) { a.scale = 0.0f; },
+       latent_case()},
+      {"k_cache_dtype is 'int4', expected another type",
+       [](Step&, A& a) {
+         a.key_cache = typed(a.key_cache, DType::kU8);
+         a.k_cache_dtype = "int4";
+       },
+       latent_case()},
+      {"attention_metadata has 1 elements, expected 2 or 3", [=](Step&, A& a) { with_metadata(a, {1}); }},
+      {"attention_metadata has 4 elements, expected 2 or 3",
+       [=](Step&, A& a) {
+         with_metadata(a, {1, 2, 3, 4});
+       }},
+      {"attention_metadata[2] is -1",
+       [=](Step&, A& a) {
+         with_metadata(a, {1, 256, -1});
+       }},
+      {"attention_metadata[0] is -5",
+       [=](Step&, A& a) {
+         with_metadata(a, {-5, 256});
+       }},
+      {"attention_metadata[2] (max_kv_len_lower_bound) is 65, expected at most 64",
+       [=](Step&, A& a) {
+         with_metadata(a, {1, 64, 65});
+       }},
+      {"attention_metadata[2] (max_kv_len_lower_bound) is 257",
+       [=](Step&, A& a) {
+         with_metadata(a, {1, 0, 257});
+       }},
+      {"attention_metadata has type float32",
+       [=](Step&, A& a) {
+         with_metadata(a, {1, 0});
+         a.attention_metadata.dtype = DType::kF32;
+       }},
+      {"output is required", [](Step&, A& a) { a.output = {}; }},
+      {"output has shape [1, 128]",
+       [](Step&, A& a) {
+         a.output = shaped(a.output, {1, 128});
+       }},
+      {"output has type float16, expected float32", [](Step&, A& a) { a.output = typed(a.output, DType::kF16); }},
+      {"output must be contiguous in its last dimension", [](Step&, A& a) { a.output.strides[1] = 2; }},
+      {"key_cache_out must be key_cache itself",
+       [](Step&, A& a) {
+         a.key_cache_out = a.value_cache;
+         a.value_cache_out = a.value_cache;
+       }},
+      {"value_cache_out must be value_cache itself",
+       [](Step&, A& a) {
+         a.key_cache_out = a.key_cache;
+         a.value_cache_out = a.key_cache;
+       }},
+      {"key_cache_out and value_cache_out must both", [](Step&, A& a) { a.key_cache_out = a.key_cache; }},
+      {"past_seqlens is on another device", [](Step&, A& a) { a.past_seqlens.device.type = DeviceType::kCuda; }},
+  };
+}
+
+TEST(PagedAttentionRejects, EverythingByName) {
+  cpu::ThreadPool pool(1);
+  for (const Rejection& rejection : rejections()) {
+    Step s(rejection.c);
+    const std::vector<uint8_t> before = s.cache_bytes();
+    PagedAttentionArgs a = s.args();
+    rejection.change(s, a);
+    s.poison_output();
+    const std::vector<uint8_t> poisoned = s.output;
+    Workspace workspace(1 << 20);
+    try {
+      paged_attention(a, {&pool, &workspace, cpu::default_isa(), {}});
+      ADD_FAILURE() << "accepted: " << rejection.expected;
+    } catch (const Error& error) {
+      const std::string message = error.what();
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_EQ(message.rfind("paged_attention: ", 0), 0u) << message;
+      EXPECT_NE(message.find(rejection.expected), std::string::npos) << message << "\nexpected: " << rejection.expected;
+    }
+    EXPECT_EQ(s.cache_bytes(), before);
+    EXPECT_EQ(s.output, poisoned);
+  }
+}
+
+TEST(PagedAttentionRejects, UnknownVariantAndMissingWorkspace) {
+  Step s(three_sequences());
+  cpu::ThreadPool pool(1);
+  const auto message_of = [&](const OpContext& context) {
+    try {
+      paged_attention(s.args(), context);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  Workspace workspace(1 << 20);
+  EXPECT_EQ(message_of({&pool, &workspace, cpu::default_isa(), "sm90"}),
+            "paged_attention: variant 'sm90' is unknown, expected cpu or ref");
+  EXPECT_EQ(message_of({&pool, nullptr, cpu::default_isa(), {}}),
+            "paged_attention: a workspace is required by the variant cpu");
+}
 }  // namespace
 }  // namespace shoal
