@@ -12,7 +12,7 @@ namespace shoal {
 namespace {
 
 constexpr int kMaxDepth = 64;
-constexpr size_t kMaxValues = 10'000'000;
+constexpr size_t kMaxValues = 4'000'000;
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 

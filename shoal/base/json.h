@@ -1,7 +1,7 @@
 // JSON (RFC 8259) as a tree, read from untrusted text: config.json, safetensors headers, index files.
 //
 // Strict: no comments, no trailing commas, no NaN, no byte order mark, valid UTF-8 only, no lone surrogates; nesting at
-// most 64, at most 10 million values, duplicate keys are an error. Errors are kModelFormat with line and column (both
+// most 64, at most 4 million values, duplicate keys are an error. Errors are kModelFormat with line and column (both
 // from 1, columns count characters).
 //
 // Numbers keep whether they were integers: digits without point or exponent that fit int64 are kInt. Larger integers

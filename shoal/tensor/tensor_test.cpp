@@ -11,6 +11,9 @@
 #include "shoal/tensor/workspace.h"
 #include "testkit/expect_error.h"
 
+// Under the address sanitizer too, an impossible allocation fails instead of ending the process.
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
+
 namespace shoal {
 namespace {
 
