@@ -44,6 +44,8 @@ function(shoal_isa_sources target)
       target_compile_options(${object} PRIVATE ${SHOAL_FLAGS_${isa}})
       target_link_libraries(${object} PRIVATE shoal_flags)
       target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
+      # The one library takes these too: what a target borrows is not among its own objects.
+      set_property(GLOBAL APPEND PROPERTY SHOAL_LIBRARIES ${object})
     endforeach()
   endforeach()
 endfunction()
