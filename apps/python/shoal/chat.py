@@ -9,10 +9,13 @@ from typing import Any, Protocol
 
 import jinja2
 from jinja2.sandbox import SecurityError
+
 from shoal.errors import InvalidArgument, OutOfMemory, ShoalError
 from shoal.sandbox import MAX_LENGTH, Sandbox
 
-_KNOWN_ROLES = frozenset("system user assistant tool developer function ipython model context".split())
+_KNOWN_ROLES = frozenset(
+    ["system", "user", "assistant", "tool", "developer", "function", "ipython", "model", "context"]
+)
 _WORD = re.compile(r"[\w .$/-]+")
 _FAILURES = (
     jinja2.TemplateError,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -20,9 +21,11 @@ from jinja2 import nodes
 from jinja2.lexer import Token
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
 from shoal.errors import InvalidArgument, ModelFormatError
 
-MAX_ITERATIONS = 2_000_000  # of all loops and macros of one rendering, ranges counted in full
+MAX_ITERATIONS = 1_000_000  # of all loops and macros of one rendering, ranges counted in full
+MAX_SECONDS = 10.0  # of one rendering, looked at in loops and macros
 MAX_LENGTH = 16 << 20  # characters of a text, items of a list
 
 _WIDE_FORMAT = re.compile(r"\d{5,}|\*|\{[^{}]*\{")
@@ -80,13 +83,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def begin(self) -> None:
         """Starts the budget of a rendering on this thread."""
         self._rendering.left = MAX_ITERATIONS
+        self._rendering.until = time.monotonic() + MAX_SECONDS
 
     def tick(self, count: int = 1) -> str:
-        left = getattr(self._rendering, "left", MAX_ITERATIONS) - count
+        left = self._rendering.left - count
         self._rendering.left = left
         if left < 0:
             raise SecurityError(f"it loops more than {MAX_ITERATIONS} times")
+        if left % 16 == 0 and time.monotonic() > self._rendering.until:
+            raise SecurityError(f"it runs for more than {MAX_SECONDS:g} seconds")
         return ""
+
+    def ticking(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.tick()
+            yield value
 
     def _range(self, *arguments: int) -> range:
         values = range(*arguments)
@@ -128,8 +139,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
-            node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+            if isinstance(node, nodes.For):
+                node.iter = _call("ticking", [node.iter], node.lineno)
+            if not isinstance(node, nodes.For) or node.recursive:
+                node.body.insert(0, nodes.ExprStmt(_call("tick", [], node.lineno)).set_lineno(node.lineno))
         _replace_concat(tree)
         tree.set_environment(self)
         return tree
@@ -145,6 +158,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise ModelFormatError("chat template: nested too deeply") from None
 
 
+def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+    """A call of one of the sandbox's own methods, by a way that no variable of the template can hide."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None).set_lineno(line)
+
+
 def _replace_concat(node: nodes.Node) -> None:
     """a ~ b becomes a call that looks at the length: doubling a text in a loop is the shortest way to fill a memory."""
     for name, value in list(node.iter_fields()):
@@ -154,8 +172,7 @@ def _replace_concat(node: nodes.Node) -> None:
             if isinstance(item, nodes.Node):
                 _replace_concat(item)
             if isinstance(item, nodes.Concat):
-                call = nodes.Call(nodes.EnvironmentAttribute("joined"), item.nodes, [], None, None)
-                item = call.set_lineno(item.lineno)
+                item = _call("joined", item.nodes, item.lineno)
             replaced.append(item)
         setattr(node, name, replaced if isinstance(value, list) else replaced[0])
 

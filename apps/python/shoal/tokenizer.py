@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
 from shoal.chat import ChatTemplate, render_for_ids
 from shoal.errors import InvalidArgument, ModelFormatError, Unsupported, printable
 from shoal.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 # Texts by which GGUF files that name no end-of-turn token still mark one. Such a token is a control token even where
 # the file calls it something else.
