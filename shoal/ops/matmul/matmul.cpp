@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <set>
+#include <vector>
 
 #include "shoal/base/checked.h"
 #include "shoal/base/text.h"
@@ -107,6 +108,13 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
     part.out_begin = impl.n;
     part.group_begin = impl.num_groups;
     part.num_groups = ceil_div<int64_t>(raw.n, impl.group);
+    if (part.kernel == MatmulKernel::kDecode && raw.n > 0 && raw.k > 0) {
+      std::vector<float> row(static_cast<size_t>(raw.k));
+      decode_rows(raw, 0, 1, row.data());  // throws if the scales do not fit
+      const bool whole_rows = raw.scales || raw.global_scale;
+      part.decode_chunk = whole_rows ? raw.k : std::min(raw.k, kDecodeChunk);
+      impl.decode_chunk = std::max(impl.decode_chunk, part.decode_chunk);
+    }
     if (part.kernel == MatmulKernel::kPlain || part.kernel == MatmulKernel::kInteger) {
       pack_matmul_part(part, raw.k, impl.group, *context.pool);
     }
@@ -123,29 +131,30 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
 
 namespace {
 
-bool uses(const MatmulWeight::Impl& impl, MatmulKernel kernel) {
+bool quantizes(const MatmulWeight::Impl& impl) {
   return std::any_of(impl.parts.begin(), impl.parts.end(),
-                     [kernel](const MatmulPart& part) { return part.kernel == kernel; });
+                     [](const MatmulPart& part) { return part.kernel == MatmulKernel::kInteger; });
 }
 
-// Scratch of a call: quantised activations of all rows, and per slot a decoded tile.
+// Scratch of a call: quantised activations of all rows; per slot a tile of them spread, and a decoded tile.
 struct Scratch {
   int64_t num_codes = 0;
   int64_t num_blocks = 0;
+  int64_t num_spread = 0;
   int64_t num_decoded = 0;
 
   Scratch(const MatmulWeight::Impl& impl, int64_t m) {
-    if (uses(impl, MatmulKernel::kInteger)) {
+    if (quantizes(impl)) {
       num_codes = m * impl.k;
       num_blocks = num_codes / kQuantBlock;
+      num_spread = spread_scratch_size(impl.isa, m, impl.k) * impl.num_slots;
     }
-    if (uses(impl, MatmulKernel::kDecode) && m > 0) {
-      num_decoded = decode_scratch_size(impl.group) * impl.num_slots;
-    }
+    num_decoded = m > 0 ? decode_scratch_size(impl.decode_chunk, impl.group) * impl.num_slots : 0;
   }
   size_t num_bytes() const {
     return Workspace::bytes_for<int8_t>(static_cast<size_t>(num_codes)) +
            Workspace::bytes_for<QuantBlock>(static_cast<size_t>(num_blocks)) +
+           Workspace::bytes_for<int8_t>(static_cast<size_t>(num_spread)) +
            Workspace::bytes_for<float>(static_cast<size_t>(num_decoded));
   }
 };
@@ -193,8 +202,11 @@ MatmulRows slice(MatmulRows rows, int64_t begin, int64_t end) {
   return rows;
 }
 
-QuantRows slice(const QuantRows& quant, int64_t k, int64_t begin) {
-  return quant.codes == nullptr ? quant : QuantRows{quant.codes + begin * k, quant.blocks + begin * (k / kQuantBlock)};
+QuantRows slice(const QuantRows& quant, int64_t k, int64_t begin, int64_t spread_begin) {
+  if (quant.codes == nullptr) {
+    return quant;
+  }
+  return {quant.codes + begin * k, quant.blocks + begin * (k / kQuantBlock), quant.spread + spread_begin};
 }
 
 // Outputs of groups [begin, end), counted over all parts.
@@ -235,6 +247,7 @@ void run_units(const MatmulWeight::Impl& impl, const MatmulRows& rows, const Qua
   const int64_t num_pairs = ceil_div<int64_t>(impl.num_groups, kDecodeGroups);
   const int64_t block_rows = num_pairs >= 4 * impl.num_slots ? rows.m : std::min(rows.m, kSplitRows);
   const int64_t num_units = num_pairs * ceil_div(rows.m, block_rows);
+  const int64_t spread_size = spread_scratch_size(impl.isa, rows.m, rows.k);
   const auto run_slot = [&](int64_t slot) {
     const int64_t unit_end = num_units * (slot + 1) / impl.num_slots;
     for (int64_t unit = num_units * slot / impl.num_slots; unit < unit_end;) {
@@ -242,9 +255,9 @@ void run_units(const MatmulWeight::Impl& impl, const MatmulRows& rows, const Qua
       const int64_t count = std::min(unit_end - unit, num_pairs - pair);
       const int64_t row_begin = unit / num_pairs * block_rows;
       const int64_t row_end = std::min(row_begin + block_rows, rows.m);
-      run_groups(impl, slice(rows, row_begin, row_end), slice(quant, rows.k, row_begin), pair * kDecodeGroups,
-                 (pair + count) * kDecodeGroups,
-                 decoded == nullptr ? nullptr : decoded + slot * decode_scratch_size(impl.group));
+      run_groups(impl, slice(rows, row_begin, row_end), slice(quant, rows.k, row_begin, slot * spread_size),
+                 pair * kDecodeGroups, (pair + count) * kDecodeGroups,
+                 decoded == nullptr ? nullptr : decoded + slot * decode_scratch_size(impl.decode_chunk, impl.group));
       unit += count;
     }
   };
@@ -282,6 +295,7 @@ void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext&
   if (scratch.num_codes > 0) {
     quant.codes = context.workspace->take<int8_t>(static_cast<size_t>(scratch.num_codes)).data();
     quant.blocks = context.workspace->take<QuantBlock>(static_cast<size_t>(scratch.num_blocks)).data();
+    quant.spread = context.workspace->take<int8_t>(static_cast<size_t>(scratch.num_spread)).data();
     quantize(impl, rows, quant, context);
   }
   float* decoded = nullptr;

@@ -78,6 +78,7 @@ class RandomMatrix {
           bytes_[at + i] = static_cast<std::byte>(0x28 + random.bits() % 16);
         }
         return;
+      default: return;  // scales stand apart
     }
   }
 

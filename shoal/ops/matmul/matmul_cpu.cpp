@@ -127,9 +127,11 @@ void decode_group(const MatmulPart& part, int64_t group_idx, int64_t k_begin, in
   const FormatInfo& format = info(part.raw.format);
   const int64_t lanes = lanes_of(part.n, group_idx);
   for (int64_t lane = 0; lane < kGroup; ++lane) {
-    if (lane < lanes) {
-      const std::byte* codes =
-          part.raw.row(group_idx * kGroup + lane) + k_begin / format.block_size * format.block_bytes;
+    const int64_t n_idx = group_idx * kGroup + lane;
+    if (lane < lanes && k_end - k_begin == part.raw.k) {
+      decode_rows(part.raw, n_idx, n_idx + 1, row);
+    } else if (lane < lanes) {
+      const std::byte* codes = part.raw.row(n_idx) + k_begin / format.block_size * format.block_bytes;
       decode_row(part.raw.format, codes, k_end - k_begin, row);
     }
     for (int64_t i = 0; i < k_end - k_begin; ++i) {
@@ -139,19 +141,19 @@ void decode_group(const MatmulPart& part, int64_t group_idx, int64_t k_begin, in
 }
 
 void decoded_groups(const MatmulPart& part, const MatmulRows& rows, int64_t begin, int64_t end, float* scratch) {
-  constexpr int64_t kGroupSize = kDecodeChunk * kGroup;
-  float* row = scratch + kDecodeGroups * kGroupSize;
+  const int64_t group_size = part.decode_chunk * kGroup;
+  float* row = scratch + kDecodeGroups * group_size;
   for (int64_t g = begin; g < end; g += kDecodeGroups) {
     const int64_t num_groups = end - g < kDecodeGroups ? end - g : kDecodeGroups;
-    for (int64_t k_begin = 0; k_begin < rows.k; k_begin += kDecodeChunk) {
-      const int64_t k_end = k_begin + kDecodeChunk < rows.k ? k_begin + kDecodeChunk : rows.k;
+    for (int64_t k_begin = 0; k_begin < rows.k; k_begin += part.decode_chunk) {
+      const int64_t k_end = k_begin + part.decode_chunk < rows.k ? k_begin + part.decode_chunk : rows.k;
       for (int64_t i = 0; i < num_groups; ++i) {
-        decode_group(part, g + i, k_begin, k_end, scratch + i * kGroupSize, row);
+        decode_group(part, g + i, k_begin, k_end, scratch + i * group_size, row);
       }
       if (num_groups == kDecodeGroups) {
-        f32_rows<ElementF32, kDecodeGroups>(part, rows, scratch, kGroupSize, g, k_begin, k_end);
+        f32_rows<ElementF32, kDecodeGroups>(part, rows, scratch, group_size, g, k_begin, k_end);
       } else {
-        f32_rows<ElementF32, 1>(part, rows, scratch, kGroupSize, g, k_begin, k_end);
+        f32_rows<ElementF32, 1>(part, rows, scratch, group_size, g, k_begin, k_end);
       }
     }
   }

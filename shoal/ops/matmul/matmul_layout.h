@@ -126,16 +126,25 @@ struct QuantScale {
 struct QuantRows {
   int8_t* codes = nullptr;       // [m, k]
   QuantBlock* blocks = nullptr;  // [m, k / 32]
+  int8_t* spread = nullptr;      // scratch of one slot, spread_scratch_size
 };
+
+constexpr int kSpreadRows = 4;  // rows of a tile of the AVX2 kernels, which want every four codes 8 times over
+
+// Bytes of scratch that one slot needs to spread the activations of a tile.
+constexpr int64_t spread_scratch_size(cpu::Isa isa, int64_t m, int64_t k) {
+  return isa == cpu::Isa::kAvx2 && m >= kSpreadRows ? kSpreadRows * k * 8 : 0;
+}
 
 struct MatmulPart {
   QuantMatrix raw;  // codes are null once the part is repacked
   MatmulKernel kernel = MatmulKernel::kDecode;
   int64_t n = 0;
-  int64_t out_begin = 0;    // first column of `out`
-  int64_t group_begin = 0;  // first group of this part among those of all parts
-  int64_t num_groups = 0;   // ceil(n / group); missing rows of the last one are zeros
-  size_t group_bytes = 0;   // of `packed`; 0 if not repacked
+  int64_t decode_chunk = 0;  // values of k that kDecode decodes at a time
+  int64_t out_begin = 0;     // first column of `out`
+  int64_t group_begin = 0;   // first group of this part among those of all parts
+  int64_t num_groups = 0;    // ceil(n / group); missing rows of the last one are zeros
+  size_t group_bytes = 0;    // of `packed`; 0 if not repacked
   AlignedBuffer packed;
 };
 
@@ -147,7 +156,8 @@ struct MatmulWeight::Impl {
   MatmulPrecision precision = MatmulPrecision::kDefault;
   cpu::Isa isa = cpu::Isa::kScalar;  // of the context at preparation: the layout depends on it
   int group = 8;
-  int num_slots = 1;  // threads of the pool at preparation; each slot has its own scratch and range of outputs
+  int64_t decode_chunk = 0;  // the largest of the parts; 0: none decodes
+  int num_slots = 1;         // threads of the pool at preparation; each slot has its own scratch and range of outputs
   std::string layout;
   std::string variant;
 };
@@ -163,14 +173,16 @@ struct MatmulRows {
   int64_t k = 0;
 };
 
-constexpr int64_t kDecodeChunk = 1024;  // values of k decoded at a time: a tile of 2 x 8 rows is 64 KiB, within L2
-constexpr int kDecodeGroups = 2;        // groups decoded together
+// Values of k decoded at a time: a tile of 2 x 8 rows is 64 KiB, within L2. Matrices whose scales stand apart can only
+// be decoded by whole rows.
+constexpr int64_t kDecodeChunk = 1024;
+constexpr int kDecodeGroups = 2;  // groups decoded together
 static_assert(kDecodeChunk % 256 == 0, "a chunk is a whole number of blocks of every format");
 
 constexpr int matmul_group(cpu::Isa isa) { return isa == cpu::Isa::kAvx512 ? 16 : 8; }
 
-// f32 values of scratch that one slot needs for decoded tiles.
-constexpr int64_t decode_scratch_size(int group) { return kDecodeChunk * (kDecodeGroups * group + 1); }
+// f32 values of scratch that one slot needs for decoded tiles of chunks of at most `chunk` values.
+constexpr int64_t decode_scratch_size(int64_t chunk, int group) { return chunk * (kDecodeGroups * group + 1); }
 
 // In f64 over decoded weights; activations are rounded to int8 where the integer kernels would.
 void matmul_reference(const MatmulWeight::Impl& weight, const MatmulRows& rows);

@@ -149,7 +149,7 @@ TEST_P(MatmulFormats, AgainstReferenceAndSameBitsForAnyNumberOfRows) {
   const int64_t block = info(format).block_size;
   const bool plain = block == 1;
   for (const cpu::Isa isa : cpu::available_isas()) {
-    Machine machine(isa, 2);
+    Machine machine(isa);
     for (const MatmulPrecision precision : kPrecisions) {
       for (const int64_t n : {1, 7, 8, 9, 33, 64}) {
         check_shape(machine, format, precision, n, plain ? 37 : block);
@@ -161,6 +161,8 @@ TEST_P(MatmulFormats, AgainstReferenceAndSameBitsForAnyNumberOfRows) {
         return;
       }
     }
+    // Enough outputs for tiles of spread activations, several chunks of weights.
+    check_shape(machine, format, MatmulPrecision::kDefault, 201, 256);
     // Past one decoded chunk of k.
     check_shape(machine, format, MatmulPrecision::kExact, 9, block > 32 ? 1280 : 1056);
   }
