@@ -31,12 +31,14 @@ double peak_gflops(cpu::Isa isa) {
     const double start = cpu_seconds();
     for (int64_t i = 0; i < kRounds; ++i) {
 #define SHOAL_FMA(n, reg) "vfmadd231ps %%" reg "mm15, %%" reg "mm14, %%" reg "mm" #n "\n\t"
-#define SHOAL_FMAS(reg)                                                                                       \
-  SHOAL_FMA(0, reg)                                                                                           \
-  SHOAL_FMA(1, reg)                                                                                           \
-  SHOAL_FMA(2, reg)                                                                                           \
-  SHOAL_FMA(3, reg) SHOAL_FMA(4, reg) SHOAL_FMA(5, reg) SHOAL_FMA(6, reg) SHOAL_FMA(7, reg) SHOAL_FMA(8, reg) \
-      SHOAL_FMA(9, reg) SHOAL_FMA(10, reg) SHOAL_FMA(11, reg)
+#define SHOAL_FMAS(reg) \
+  SHOAL_FMA(0, reg)     \
+  SHOAL_FMA(1, reg)     \
+  SHOAL_FMA(2, reg)     \
+  SHOAL_FMA(3, reg)     \
+  SHOAL_FMA(4, reg)     \
+  SHOAL_FMA(5, reg)     \
+  SHOAL_FMA(6, reg) SHOAL_FMA(7, reg) SHOAL_FMA(8, reg) SHOAL_FMA(9, reg) SHOAL_FMA(10, reg) SHOAL_FMA(11, reg)
 #define SHOAL_CLOBBERS \
   "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11", "xmm14", "xmm15"
       if (isa == cpu::Isa::kAvx512) {

@@ -82,7 +82,7 @@ struct Tile {
   bool mixed = false;  // not by every row
   bool any_unmapped = false;
   alignas(64) float unmapped[kTile];
-  const std::byte* k[kTile];  // in the cache; null: unmapped or outside [begin, end)
+  const std::byte* k[kTile];  // in the cache; unmapped or outside [begin, end): zeros
   const std::byte* v[kTile];
 };
 
@@ -101,63 +101,101 @@ bool find_keys(const Work& work, int64_t pos, Tile& tile) {
     return false;
   }
   bool any_mapped = false;
-  for (int64_t j = 0; j < kTile; ++j) {
-    tile.k[j] = nullptr;
-    tile.v[j] = nullptr;
-    tile.unmapped[j] = 1.0f;
+  const auto* zeros = reinterpret_cast<const std::byte*>(work.scratch.zeros);
+  for (int64_t j = 0; j < tile.begin; ++j) {
+    tile.k[j] = tile.v[j] = zeros;
+  }
+  for (int64_t j = tile.end; j < kTile; ++j) {
+    tile.k[j] = tile.v[j] = zeros;
   }
   for (int64_t j = tile.begin; j < tile.end;) {
     const int64_t offset = (pos + j) % p.page_size;
     const int64_t run_end = at_most(tile.end, j + p.page_size - offset);
     const int64_t page = page_of(p, work.unit.run->seq_idx, pos + j);
-    tile.any_unmapped = tile.any_unmapped || page < 0;
-    any_mapped = any_mapped || page >= 0;
-    for (int64_t slot = page * p.page_size + offset; j < run_end; ++j, ++slot) {
-      if (page >= 0) {
-        tile.k[j] = p.k_cache.data + slot * p.k_cache.token_bytes + work.unit.kv_head * p.k_cache.head_bytes;
-        tile.v[j] = p.v_cache.data + slot * p.v_cache.token_bytes + work.unit.kv_head * p.v_cache.head_bytes;
-        tile.unmapped[j] = 0.0f;
+    if (page < 0) {
+      if (!tile.any_unmapped) {
+        tile.any_unmapped = true;
+        fill(tile.unmapped, kTile, 0.0f);
       }
+      for (; j < run_end; ++j) {
+        tile.k[j] = tile.v[j] = zeros;
+        tile.unmapped[j] = 1.0f;
+      }
+      continue;
+    }
+    any_mapped = true;
+    const int64_t slot = page * p.page_size + offset;
+    const std::byte* k = p.k_cache.data + slot * p.k_cache.token_bytes + work.unit.kv_head * p.k_cache.head_bytes;
+    const std::byte* v = p.v_cache.data + slot * p.v_cache.token_bytes + work.unit.kv_head * p.v_cache.head_bytes;
+    for (; j < run_end; ++j, k += p.k_cache.token_bytes, v += p.v_cache.token_bytes) {
+      tile.k[j] = k;
+      tile.v[j] = v;
     }
   }
   return any_mapped;
 }
 
-// Rows of `in` as f32 in `buffer` [kTile, stride]; keys without a row are zeros.
-void decode_tile(Store store, const std::byte* const* in, int64_t begin, int64_t end, int64_t channels, int64_t stride,
-                 float* buffer, const void** rows) {
-  for (int64_t j = begin; j < end; ++j) {
-    float* row = buffer + j * stride;
-    rows[j] = row;
+// Storages that transpose8 and the sums load by themselves.
+bool kernels_read(Store store) { return store != Store::kF8 && store != Store::kI4; }
+
+// int4 reads all bits 0 as -8: zeros are not zero there.
+bool is_missing(const Work& work, const std::byte* row) {
+  return row == reinterpret_cast<const std::byte*>(work.scratch.zeros);
+}
+
+// Keys [begin, end) into scratch.k_tile [kTile / kKeyStep, head_dim, kKeyStep].
+void transpose_keys(const Work& work, const Tile& tile, int64_t begin, int64_t end) {
+  const Problem& p = work.p;
+  const bool in_place = kernels_read(p.k_cache.store);
+  for (int64_t j = begin; j < end; j += kLanes) {
+    const std::byte* const* rows = tile.k + j;
+    float* out = work.scratch.k_tile + j / kKeyStep * kKeyStep * p.head_dim + j % kKeyStep;
+    const std::byte* decoded[kLanes];
+    if (!in_place) {
+      for (int64_t i = 0; i < kLanes; ++i) {
+        float* row = work.scratch.rows + i * work.plan.k_stride;
+        decoded[i] = rows[i];
+        if (!is_missing(work, rows[i])) {
+          decode_row(p.k_cache.store, rows[i], p.head_dim, row);
+          decoded[i] = reinterpret_cast<const std::byte*>(row);
+        }
+      }
+      rows = decoded;
+    }
+    visit_store(in_place ? p.k_cache.store : Store::kF32, [&]<Store kStore>() {
+      for (int64_t c = 0; c < p.head_dim; c += 8) {
+        Floats channels[8];
+        transpose8<kStore>(rows, c, channels);
+        for (int i = 0; i < 8; ++i) {
+          store(out + (c + i) * kKeyStep, channels[i]);
+        }
+      }
+    });
+  }
+}
+
+// V rows [begin, end) as f32 into scratch.v_tile [kTile, v_stride].
+void decode_values(const Work& work, const Tile& tile, const std::byte** rows) {
+  const Problem& p = work.p;
+  const int64_t stride = work.plan.v_stride;
+  const int64_t channels = (p.v_head_dim + 7) / 8 * 8;  // at most head_dim
+  for (int64_t j = tile.begin; j < tile.end; ++j) {
+    float* row = work.scratch.v_tile + j * stride;
+    rows[j] = reinterpret_cast<const std::byte*>(row);
     int64_t filled = 0;
-    if (in[j] != nullptr) {
-      decode_row(store, in[j], channels, row);
+    if (!is_missing(work, tile.v[j])) {
+      decode_row(p.v_cache.store, tile.v[j], channels, row);
       filled = channels;
     }
     fill(row + filled, stride - filled, 0.0f);
   }
 }
 
-// Whether the dot products and sums can read this cache in place.
-bool reads_in_place(const CacheSide& side, int64_t channels) {
-  const auto address = reinterpret_cast<uintptr_t>(side.data);
-  switch (channels % kLanes == 0 && channels % kPad == 0 ? side.store : Store::kI4) {
-    case Store::kF32: return address % sizeof(float) == 0;
-    case Store::kF16:
-    case Store::kBF16: return address % sizeof(uint16_t) == 0;
-    case Store::kI8: return true;
-    default: return false;
-  }
-}
-
-// Calls body with a value of the type that load() takes for this storage.
-template <class Body>
-SHOAL_INLINE void visit_store(Store store, Body body) {
-  switch (store) {
-    case Store::kF16: return body(f16{});
-    case Store::kBF16: return body(bf16{});
-    case Store::kI8: return body(i8{});
-    default: return body(float{});
+void prefetch_rows(const std::byte* const* rows, int64_t begin, int64_t end, int64_t bytes) {
+  for (int64_t j = begin; j < end; ++j) {
+    for (int64_t offset = 0; offset < bytes; offset += 64) {
+      __builtin_prefetch(rows[j] + offset);
+    }
   }
 }
 
@@ -177,62 +215,47 @@ void weigh_tile(const Work& work, const Tile& tile) {
 }
 
 // acc += weights * V. A V row may be infinite or NaN where only some rows admit it: weight 0 would not hide it.
-void add_tile(const Work& work, const Tile& tile, Store store, const void* const* values) {
+void add_tile(const Work& work, const Tile& tile, Store store, const std::byte* const* values) {
   const ThreadScratch& scratch = work.scratch;
   const int64_t stride = work.plan.v_stride;
   const bool may_poison = tile.mixed && work.p.v_cache.store != Store::kI8 && work.p.v_cache.store != Store::kI4;
   if (may_poison && has_non_finite(values, tile.begin, tile.end, stride)) {
     for (int64_t r = 0; r < work.num_rows; ++r) {
       const KeyRange keys = admitted(work, row_pos(work, r), tile.pos, tile.pos + tile.end);
-      add_values<float>(scratch.weights + r * kTile, work.factor + r, 1, values, keys.begin - tile.pos,
-                        keys.end - tile.pos, stride, scratch.acc + r * stride);
+      add_values<Store::kF32>(scratch.weights + r * kTile, work.factor + r, 1, values, keys.begin - tile.pos,
+                              keys.end - tile.pos, stride, scratch.acc + r * stride);
     }
     return;
   }
-  visit_store(store, [&](auto type) {
-    add_values<decltype(type)>(scratch.weights, work.factor, work.num_rows, values, tile.begin, tile.end, stride,
-                               scratch.acc);
+  visit_store(store, [&]<Store kStore>() {
+    add_values<kStore>(scratch.weights, work.factor, work.num_rows, values, tile.begin, tile.end, stride, scratch.acc);
   });
 }
 
-void attend_tile(const Work& work, int64_t pos) {
+// `next` is the tile after this one if it has keys, to be fetched while this one is computed.
+void attend_tile(const Work& work, const Tile& tile, const Tile* next) {
   const Problem& p = work.p;
-  const Plan& plan = work.plan;
-  Tile tile;
-  if (!find_keys(work, pos, tile)) {
-    return;
+  const ThreadScratch& scratch = work.scratch;
+  // Keys are always turned into scratch first: reading them in place was not faster, even for one row. Values of a few
+  // rows are read in place.
+  const bool few = work.num_rows <= 2 * kRowTile;
+  if (few) {
+    prefetch_rows(tile.v, tile.begin, tile.end, p.v_cache.head_bytes);
   }
-  const int64_t begin = tile.begin / 4 * 4;
-  const int64_t end = (tile.end + 3) / 4 * 4;
-  // A few rows that admit the same keys read the cache once, without a copy.
-  const bool few = work.num_rows <= kRowTile && !tile.mixed && !tile.any_unmapped;
-  const void* keys[kTile];
-  const void* values[kTile];
-  const auto in_place = [&](const std::byte* const* rows, const void** out) {
-    for (int64_t j = begin; j < end; ++j) {
-      const int64_t nearest = j < tile.begin ? tile.begin : j < tile.end ? j : tile.end - 1;
-      out[j] = rows[nearest];
-    }
-  };
-  Store k_store = Store::kF32;
-  if (few && reads_in_place(p.k_cache, p.head_dim)) {
-    k_store = p.k_cache.store;
-    in_place(tile.k, keys);
-  } else {
-    decode_tile(p.k_cache.store, tile.k, begin, end, p.head_dim, plan.k_stride, work.scratch.k_tile, keys);
-  }
-  visit_store(k_store, [&](auto type) {
-    scores_of<decltype(type)>(work.query, work.num_rows, plan.k_stride, keys, begin, end, work.scratch.weights);
-  });
+  const int64_t begin = tile.begin / kKeyStep * kKeyStep;
+  const int64_t end = (tile.end + kKeyStep - 1) / kKeyStep * kKeyStep;
+  transpose_keys(work, tile, begin, end);
+  scores_of_tile(work.query, work.num_rows, work.plan.k_stride, p.head_dim, scratch.k_tile, begin, end,
+                 scratch.weights);
   weigh_tile(work, tile);
-  if (p.latent) {  // V is the start of the K row, wherever that was read
-    return add_tile(work, tile, k_store, keys);
+  if (few && next != nullptr) {
+    prefetch_rows(next->k, next->begin, next->end, p.k_cache.head_bytes);
   }
-  if (few && reads_in_place(p.v_cache, p.v_head_dim)) {
-    in_place(tile.v, values);
-    return add_tile(work, tile, p.v_cache.store, values);
+  if (few && !tile.mixed && kernels_read(p.v_cache.store) && p.v_head_dim % kPad == 0) {
+    return add_tile(work, tile, p.v_cache.store, tile.v);
   }
-  decode_tile(p.v_cache.store, tile.v, tile.begin, tile.end, p.v_head_dim, plan.v_stride, work.scratch.v_tile, values);
+  const std::byte* values[kTile];
+  decode_values(work, tile, values);
   add_tile(work, tile, Store::kF32, values);
 }
 
@@ -246,8 +269,17 @@ void start_rows(const Work& work, float* max, float* sum, float* acc) {
 void run_span(const Work& work, int64_t span) {
   start_rows(work, work.row_max, work.row_sum, work.scratch.acc);
   fill(work.scratch.weights, work.num_rows * kTile, 0.0f);
-  for (int64_t pos = span * kSpan; pos < (span + 1) * kSpan; pos += kTile) {
-    attend_tile(work, pos);
+  fill(work.scratch.zeros, work.plan.k_stride, 0.0f);
+  Tile tiles[2];
+  constexpr int64_t kNumTiles = kSpan / kTile;
+  bool has_keys = find_keys(work, span * kSpan, tiles[0]);
+  for (int64_t i = 0; i < kNumTiles; ++i) {
+    Tile& next = tiles[(i + 1) % 2];
+    const bool next_has_keys = i + 1 < kNumTiles && find_keys(work, span * kSpan + (i + 1) * kTile, next);
+    if (has_keys) {
+      attend_tile(work, tiles[i % 2], next_has_keys ? &next : nullptr);
+    }
+    has_keys = next_has_keys;
   }
 }
 

@@ -50,14 +50,14 @@ template <class Visit>
 void visit_thread_arrays(const Plan& plan, ThreadScratch& scratch, Visit&& visit) {
   const int64_t rows = max_rows(*plan.problem);
   visit(scratch.k_tile, kTile * plan.k_stride);
-  if (!plan.problem->latent) {
-    visit(scratch.v_tile, kTile * plan.v_stride);
-  }
+  visit(scratch.v_tile, kTile * plan.v_stride);
   visit(scratch.weights, rows * kTile);
   visit(scratch.acc, rows * plan.v_stride);
   visit(scratch.total, rows * plan.v_stride);
   visit(scratch.row_values, kNumRowValues * kMaxRows);
   visit(scratch.head, 3 * plan.k_stride);
+  visit(scratch.rows, kPad * plan.k_stride);
+  visit(scratch.zeros, plan.k_stride);
 }
 
 // k_unit is a power of two near the largest scale of its head: query * (scale / unit) stays in range whatever the

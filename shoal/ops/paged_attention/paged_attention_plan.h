@@ -36,13 +36,15 @@ struct Unit {
 
 // Scratch of one thread.
 struct ThreadScratch {
-  float* k_tile = nullptr;      // [kTile, k_stride]
-  float* v_tile = nullptr;      // [kTile, v_stride]; LATENT: absent
+  float* k_tile = nullptr;      // [kTile, k_stride], turned
+  float* v_tile = nullptr;      // [kTile, v_stride]
   float* weights = nullptr;     // [kMaxRows, kTile]: scores, then softmax numerators
   float* acc = nullptr;         // [kMaxRows, v_stride], of the span
   float* total = nullptr;       // [kMaxRows, v_stride], of the spans so far
   float* row_values = nullptr;  // [kNumRowValues, kMaxRows]
   float* head = nullptr;        // [3, k_stride], a head and its rotary table rows
+  float* rows = nullptr;        // [16, k_stride], keys on their way into k_tile
+  float* zeros = nullptr;       // [k_stride], the row of a key that is not there
 };
 constexpr int64_t kNumRowValues = 6;
 

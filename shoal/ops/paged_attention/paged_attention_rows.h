@@ -127,6 +127,149 @@ inline void write_row(Store store, const float* values, const float* scales, int
 
 #endif
 
+// ---- what the kernels read in place: f32, f16, bf16, i8 ----
+
+template <Store kStore>
+constexpr int64_t kBytesOf = kStore == Store::kF32  ? 4
+                             : kStore == Store::kI8 ? 1
+                                                    : 2;
+
+#if defined(SHOAL_ISA_AVX2) || defined(SHOAL_ISA_AVX512)
+
+template <Store kStore>
+SHOAL_INLINE __m256 load8(const std::byte* in) {
+  if constexpr (kStore == Store::kF32) {
+    return load8_f32(in);
+  } else if constexpr (kStore == Store::kF16) {
+    return load8_f16(in);
+  } else if constexpr (kStore == Store::kBF16) {
+    return load8_bf16(in);
+  } else {
+    return load8_i8(in);
+  }
+}
+
+// Channels [c, c + 8) of 8 rows: out[i] has channel c + i of every row.
+SHOAL_INLINE void transpose8_f32(const std::byte* const* rows, int64_t c, __m256* out) {
+  for (int part = 0; part < 2; ++part) {
+    __m256 m[4];
+    for (int i = 0; i < 4; ++i) {
+      const auto* low = reinterpret_cast<const float*>(rows[i]) + c + 4 * part;
+      const auto* high = reinterpret_cast<const float*>(rows[i + 4]) + c + 4 * part;
+      m[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+    }
+    const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(m[0], m[1]));
+    const __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(m[0], m[1]));
+    const __m256d d = _mm256_castps_pd(_mm256_unpacklo_ps(m[2], m[3]));
+    const __m256d e = _mm256_castps_pd(_mm256_unpackhi_ps(m[2], m[3]));
+    out[4 * part] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, d));
+    out[4 * part + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, d));
+    out[4 * part + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, e));
+    out[4 * part + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, e));
+  }
+}
+SHOAL_INLINE void transpose8_halves(const std::byte* const* rows, int64_t c, __m128i* out) {
+  __m128i a[8];
+  for (int i = 0; i < 4; ++i) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * i] + 2 * c));
+    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[2 * i + 1] + 2 * c));
+    a[2 * i] = _mm_unpacklo_epi16(x, y);
+    a[2 * i + 1] = _mm_unpackhi_epi16(x, y);
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m128i low0 = _mm_unpacklo_epi32(a[i], a[i + 2]);
+    const __m128i low1 = _mm_unpackhi_epi32(a[i], a[i + 2]);
+    const __m128i high0 = _mm_unpacklo_epi32(a[i + 4], a[i + 6]);
+    const __m128i high1 = _mm_unpackhi_epi32(a[i + 4], a[i + 6]);
+    out[4 * i] = _mm_unpacklo_epi64(low0, high0);
+    out[4 * i + 1] = _mm_unpackhi_epi64(low0, high0);
+    out[4 * i + 2] = _mm_unpacklo_epi64(low1, high1);
+    out[4 * i + 3] = _mm_unpackhi_epi64(low1, high1);
+  }
+}
+SHOAL_INLINE void transpose8_i8(const std::byte* const* rows, int64_t c, __m256* out) {
+  __m128i a[4];
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm_unpacklo_epi8(load8_bytes(rows[2 * i] + c), load8_bytes(rows[2 * i + 1] + c));
+  }
+  const __m128i low[2] = {_mm_unpacklo_epi16(a[0], a[1]), _mm_unpackhi_epi16(a[0], a[1])};
+  const __m128i high[2] = {_mm_unpacklo_epi16(a[2], a[3]), _mm_unpackhi_epi16(a[2], a[3])};
+  for (int i = 0; i < 2; ++i) {
+    const __m128i two[2] = {_mm_unpacklo_epi32(low[i], high[i]), _mm_unpackhi_epi32(low[i], high[i])};
+    for (int k = 0; k < 2; ++k) {
+      out[4 * i + 2 * k] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(two[k]));
+      out[4 * i + 2 * k + 1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(two[k], two[k])));
+    }
+  }
+}
+template <Store kStore>
+SHOAL_INLINE void transpose8_lanes(const std::byte* const* rows, int64_t c, __m256* out) {
+  if constexpr (kStore == Store::kF32) {
+    transpose8_f32(rows, c, out);
+  } else if constexpr (kStore == Store::kI8) {
+    transpose8_i8(rows, c, out);
+  } else {
+    __m128i halves[8];
+    transpose8_halves(rows, c, halves);
+    for (int i = 0; i < 8; ++i) {
+      out[i] = kStore == Store::kF16 ? _mm256_cvtph_ps(halves[i])
+                                     : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves[i]), 16));
+    }
+  }
+}
+
+#if defined(SHOAL_ISA_AVX512)
+template <Store kStore>
+SHOAL_INLINE Floats load_codes(const std::byte* in) {
+  return {_mm512_insertf32x8(_mm512_castps256_ps512(load8<kStore>(in)), load8<kStore>(in + 8 * kBytesOf<kStore>), 1)};
+}
+template <Store kStore>
+SHOAL_INLINE void transpose8(const std::byte* const* rows, int64_t c, Floats* out) {
+  __m256 low[8];
+  __m256 high[8];
+  transpose8_lanes<kStore>(rows, c, low);
+  transpose8_lanes<kStore>(rows + 8, c, high);
+  for (int i = 0; i < 8; ++i) {
+    out[i] = {_mm512_insertf32x8(_mm512_castps256_ps512(low[i]), high[i], 1)};
+  }
+}
+#else
+template <Store kStore>
+SHOAL_INLINE Floats load_codes(const std::byte* in) {
+  return {load8<kStore>(in)};
+}
+template <Store kStore>
+SHOAL_INLINE void transpose8(const std::byte* const* rows, int64_t c, Floats* out) {
+  __m256 lanes[8];
+  transpose8_lanes<kStore>(rows, c, lanes);
+  for (int i = 0; i < 8; ++i) {
+    out[i] = {lanes[i]};
+  }
+}
+#endif
+
+#else
+
+template <Store kStore>
+SHOAL_INLINE Floats load_codes(const std::byte* in) {
+  Floats out;
+  decode_codes(kStore, in, kLanes, out.v);
+  return out;
+}
+// Channels [c, c + 8) of kLanes rows: out[i] has channel c + i of every row.
+template <Store kStore>
+SHOAL_INLINE void transpose8(const std::byte* const* rows, int64_t c, Floats* out) {
+  float row[8];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    decode_codes(kStore, rows[lane] + c * kBytesOf<kStore>, 8, row);
+    for (int i = 0; i < 8; ++i) {
+      out[i].v[lane] = row[i];
+    }
+  }
+}
+
+#endif
+
 SHOAL_INLINE Store plain_store(DType type) {
   return type == DType::kF16 ? Store::kF16 : type == DType::kBF16 ? Store::kBF16 : Store::kF32;
 }

@@ -1,9 +1,10 @@
 // The inner loops of the fast path: dot products, softmax and weighted sums of one tile of keys. Compiled per
 // instruction set.
 //
-// What a reader would get wrong: the arithmetic of a row must not depend on how many rows are done together. A dot
-// product is kept in one vector of lanes over the channels and summed by one fixed tree; a weighted sum runs over the
-// keys in ascending order; both are the same for every number of rows. Masked keys have weight 0, which adds nothing.
+// What a reader would get wrong: the arithmetic of a row must not depend on how many rows are done together, nor on
+// whether the cache is read in place. Lanes are keys: a dot product is two chains over the channels (each half of
+// them), a weighted sum is one chain over the keys in ascending order, and both are the same in every kernel. Masked
+// keys have weight 0, which adds nothing.
 #pragma once
 
 #include <bit>
@@ -13,7 +14,8 @@
 
 namespace shoal::paged::SHOAL_ISA {
 
-// Rows whose accumulators fit the registers: 4 vectors a row, one vector of K or V, a broadcast for each row.
+// Rows that are done together, with accumulators of four vectors each in registers. Few rows and long vectors rather
+// than the reverse: on Zen a broadcast costs more than a load (6 rows x 2 vectors: 0.67 of the speed of 3 x 4).
 #if defined(SHOAL_ISA_AVX512)
 constexpr int kRowTile = 6;
 #elif defined(SHOAL_ISA_AVX2)
@@ -21,24 +23,9 @@ constexpr int kRowTile = 3;
 #else
 constexpr int kRowTile = 1;
 #endif
+constexpr int kColumns = 4;
 constexpr int kVectors = static_cast<int>(kTile) / kLanes;
-
-// One more storage type for load(): codes of int8.
-struct i8 {
-  int8_t code;
-};
-#if defined(SHOAL_ISA_AVX512)
-SHOAL_INLINE Floats load(const i8* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
-#elif defined(SHOAL_ISA_AVX2)
-SHOAL_INLINE Floats load(const i8* p) { return {load8_i8(reinterpret_cast<const std::byte*>(p))}; }
-#else
-SHOAL_INLINE Floats load(const i8* p) {
-  return each_lane([&](int i) { return static_cast<float>(p[i].code); });
-}
-#endif
-using ::shoal::SHOAL_ISA::load;
+constexpr int64_t kKeyStep = kColumns * kLanes;  // keys of one pass of the dot products
 
 // 2^x for x <= 0 within 2 ulp; 0 below 2^-126, NaN for NaN.
 SHOAL_INLINE Floats exp2_below(Floats x) {
@@ -68,165 +55,145 @@ SHOAL_INLINE Floats exp2_below(Floats x) {
 #endif
 }
 
-// Sums of the lanes of four vectors.
-SHOAL_INLINE void store_sums(const Floats* a, float* out) {
-#if defined(SHOAL_ISA_AVX512)
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a[0].v, a[1].v), _mm512_unpackhi_ps(a[0].v, a[1].v));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(a[2].v, a[3].v), _mm512_unpackhi_ps(a[2].v, a[3].v));
-  const __m512d lo = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512d hi = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const Floats quads = {_mm512_add_ps(_mm512_castpd_ps(lo), _mm512_castpd_ps(hi))};
-  const __m256 s = _mm256_add_ps(half(quads, 0), half(quads, 1));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-#elif defined(SHOAL_ISA_AVX2)
-  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a[0].v, a[1].v), _mm256_unpackhi_ps(a[0].v, a[1].v));
-  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(a[2].v, a[3].v), _mm256_unpackhi_ps(a[2].v, a[3].v));
-  const __m256d lo = _mm256_unpacklo_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
-  const __m256d hi = _mm256_unpackhi_pd(_mm256_castps_pd(ab), _mm256_castps_pd(cd));
-  const __m256 s = _mm256_add_ps(_mm256_castpd_ps(lo), _mm256_castpd_ps(hi));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-#else
-  for (int i = 0; i < 4; ++i) {
-    out[i] = sum(a[i]);
-  }
-#endif
-}
+// Channels of the first of the two chains of a dot product.
+SHOAL_INLINE int64_t first_half(int64_t channels) { return (channels / 2 + 7) / 8 * 8; }
 
-// Dot products of kRows queries with keys [begin, end), both multiples of 4, into `scores` [kRows, kTile].
-template <int kRows, class T>
-SHOAL_INLINE void score_rows(const float* query, int64_t stride, const void* const* keys, int64_t begin, int64_t end,
-                             float* scores) {
-  for (int64_t j = begin; j < end; j += 4) {
-    const T* k0 = static_cast<const T*>(keys[j]);
-    const T* k1 = static_cast<const T*>(keys[j + 1]);
-    const T* k2 = static_cast<const T*>(keys[j + 2]);
-    const T* k3 = static_cast<const T*>(keys[j + 3]);
-    Floats acc[kRows][4];
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < 4; ++i) {
-        acc[r][i] = zero();
-      }
-    }
-    for (int64_t c = 0; c < stride; c += kLanes) {
-      Floats q[kRows];
+// Dot products of kRows queries with the keys of a transposed tile [kTile / kKeyStep, channels, kKeyStep], keys
+// [begin, end) in whole steps, into `scores` [kRows, kTile].
+template <int kRows>
+SHOAL_INLINE void score_rows(const float* query, int64_t stride, int64_t channels, const float* tile, int64_t begin,
+                             int64_t end, float* scores) {
+  for (int64_t j = begin; j < end; j += kKeyStep) {
+    const float* keys = tile + j * channels;
+    Floats acc[kRows][kColumns];
+    const auto chain = [&](int64_t from, int64_t to) __attribute__((always_inline)) {
       for (int r = 0; r < kRows; ++r) {
-        q[r] = load(query + r * stride + c);
-      }
-      const auto add = [&](const T* k, int i) __attribute__((always_inline)) {
-        const Floats key = load(k + c);
-        for (int r = 0; r < kRows; ++r) {
-          acc[r][i] = fma(q[r], key, acc[r][i]);
+        for (int i = 0; i < kColumns; ++i) {
+          acc[r][i] = zero();
         }
-      };
-      add(k0, 0);
-      add(k1, 1);
-      add(k2, 2);
-      add(k3, 3);
-    }
+      }
+      for (int64_t c = from; c < to; ++c) {
+        Floats q[kRows];
+        for (int r = 0; r < kRows; ++r) {
+          q[r] = splat(query[r * stride + c]);
+        }
+        for (int i = 0; i < kColumns; ++i) {
+          const Floats k = load(keys + c * kKeyStep + i * kLanes);
+          for (int r = 0; r < kRows; ++r) {
+            acc[r][i] = fma(q[r], k, acc[r][i]);
+          }
+        }
+      }
+    };
+    const int64_t half_channels = first_half(channels);
+    chain(0, half_channels);
     for (int r = 0; r < kRows; ++r) {
-      store_sums(acc[r], scores + r * kTile + j);
+      for (int i = 0; i < kColumns; ++i) {
+        store(scores + r * kTile + j + i * kLanes, acc[r][i]);
+      }
+    }
+    chain(half_channels, channels);
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kColumns; ++i) {
+        float* s = scores + r * kTile + j + i * kLanes;
+        store(s, load(s) + acc[r][i]);
+      }
     }
   }
 }
 
-// acc[r] = acc[r] * factor[r] + sum over keys [begin, end) of weights[r, key] * V[key], columns [column, + kColumns
+// acc[r] = acc[r] * factor[r] + sum over keys [begin, end) of weights[r, key] * V[key], columns [column, + kCount
 // vectors).
-template <int kRows, int kColumns, class T>
-SHOAL_INLINE void add_columns(const float* weights, const float* factors, const void* const* values, int64_t begin,
+template <int kRows, int kCount, Store kStore>
+SHOAL_INLINE void add_columns(const float* weights, const float* factors, const std::byte* const* values, int64_t begin,
                               int64_t end, int64_t column, int64_t stride, float* acc) {
-  Floats sums[kRows][kColumns];
+  Floats sums[kRows][kCount];
   for (int r = 0; r < kRows; ++r) {
     const Floats factor = splat(factors[r]);
-    for (int i = 0; i < kColumns; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       sums[r][i] = load(acc + r * stride + column + i * kLanes) * factor;
     }
   }
   for (int64_t j = begin; j < end; ++j) {
-    const T* v = static_cast<const T*>(values[j]) + column;
+    const std::byte* v = values[j] + column * kBytesOf<kStore>;
     Floats weight[kRows];
     for (int r = 0; r < kRows; ++r) {
       weight[r] = splat(weights[r * kTile + j]);
     }
-    for (int i = 0; i < kColumns; ++i) {
-      const Floats value = load(v + i * kLanes);
+    for (int i = 0; i < kCount; ++i) {
+      const Floats value = load_codes<kStore>(v + i * kLanes * kBytesOf<kStore>);
       for (int r = 0; r < kRows; ++r) {
         sums[r][i] = fma(weight[r], value, sums[r][i]);
       }
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kColumns; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       store(acc + r * stride + column + i * kLanes, sums[r][i]);
     }
   }
 }
 
-template <int kRows, class T>
-SHOAL_INLINE void add_rows(const float* weights, const float* factors, const void* const* values, int64_t begin,
+template <int kRows, Store kStore>
+SHOAL_INLINE void add_rows(const float* weights, const float* factors, const std::byte* const* values, int64_t begin,
                            int64_t end, int64_t stride, float* acc) {
   int64_t column = 0;
-  for (; column + 4 * kLanes <= stride; column += 4 * kLanes) {
-    add_columns<kRows, 4, T>(weights, factors, values, begin, end, column, stride, acc);
+  for (; column + kColumns * kLanes <= stride; column += kColumns * kLanes) {
+    add_columns<kRows, kColumns, kStore>(weights, factors, values, begin, end, column, stride, acc);
   }
   for (; column < stride; column += kLanes) {
-    add_columns<kRows, 1, T>(weights, factors, values, begin, end, column, stride, acc);
+    add_columns<kRows, 1, kStore>(weights, factors, values, begin, end, column, stride, acc);
   }
 }
 
-// Calls body with the number of rows as a constant: `count` of them, in tiles that differ by one row at most.
+// Calls body.operator()<rows>(first row) for `count` rows, in tiles that differ by one row at most.
 template <class Body>
 SHOAL_INLINE void for_row_tiles(int64_t count, Body body) {
   int64_t num_tiles = (count + kRowTile - 1) / kRowTile;
   for (int64_t r = 0; r < count; --num_tiles) {
     const int64_t rows = (count - r + num_tiles - 1) / num_tiles;
-    body(r, rows);
+    switch (rows) {
+#if defined(SHOAL_ISA_AVX512)
+      case 6: body.template operator()<6>(r); break;
+      case 5: body.template operator()<5>(r); break;
+      case 4: body.template operator()<4>(r); break;
+#endif
+#if !defined(SHOAL_ISA_SCALAR)
+      case 3: body.template operator()<3>(r); break;
+      case 2: body.template operator()<2>(r); break;
+#endif
+      default: body.template operator()<1>(r); break;
+    }
     r += rows;
   }
 }
 
-template <class T>
-inline void scores_of(const float* query, int64_t num_rows, int64_t stride, const void* const* keys, int64_t begin,
-                      int64_t end, float* scores) {
+inline void scores_of_tile(const float* query, int64_t num_rows, int64_t stride, int64_t channels, const float* tile,
+                           int64_t begin, int64_t end, float* scores) {
   for_row_tiles(
-      num_rows, [&](int64_t r, int64_t rows) __attribute__((always_inline)) {
-        const float* q = query + r * stride;
-        float* s = scores + r * kTile;
-        switch (rows) {
-#if defined(SHOAL_ISA_AVX512)
-          case 6: return score_rows<6, T>(q, stride, keys, begin, end, s);
-          case 5: return score_rows<5, T>(q, stride, keys, begin, end, s);
-          case 4: return score_rows<4, T>(q, stride, keys, begin, end, s);
-#endif
-#if defined(SHOAL_ISA_AVX512) || defined(SHOAL_ISA_AVX2)
-          case 3: return score_rows<3, T>(q, stride, keys, begin, end, s);
-          case 2: return score_rows<2, T>(q, stride, keys, begin, end, s);
-#endif
-          default: return score_rows<1, T>(q, stride, keys, begin, end, s);
-        }
+      num_rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+        score_rows<kRows>(query + r * stride, stride, channels, tile, begin, end, scores + r * kTile);
       });
 }
 
-template <class T>
-inline void add_values(const float* weights, const float* factors, int64_t num_rows, const void* const* values,
+template <Store kStore>
+inline void add_values(const float* weights, const float* factors, int64_t num_rows, const std::byte* const* values,
                        int64_t begin, int64_t end, int64_t stride, float* acc) {
   for_row_tiles(
-      num_rows, [&](int64_t r, int64_t rows) __attribute__((always_inline)) {
-        const float* w = weights + r * kTile;
-        const float* f = factors + r;
-        float* a = acc + r * stride;
-        switch (rows) {
-#if defined(SHOAL_ISA_AVX512)
-          case 6: return add_rows<6, T>(w, f, values, begin, end, stride, a);
-          case 5: return add_rows<5, T>(w, f, values, begin, end, stride, a);
-          case 4: return add_rows<4, T>(w, f, values, begin, end, stride, a);
-#endif
-#if defined(SHOAL_ISA_AVX512) || defined(SHOAL_ISA_AVX2)
-          case 3: return add_rows<3, T>(w, f, values, begin, end, stride, a);
-          case 2: return add_rows<2, T>(w, f, values, begin, end, stride, a);
-#endif
-          default: return add_rows<1, T>(w, f, values, begin, end, stride, a);
-        }
+      num_rows, [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+        add_rows<kRows, kStore>(weights + r * kTile, factors + r, values, begin, end, stride, acc + r * stride);
       });
+}
+
+// Calls body.operator()<store>() for the storages that the kernels read in place.
+template <class Body>
+SHOAL_INLINE void visit_store(Store store, Body body) {
+  switch (store) {
+    case Store::kF16: return body.template operator()<Store::kF16>();
+    case Store::kBF16: return body.template operator()<Store::kBF16>();
+    case Store::kI8: return body.template operator()<Store::kI8>();
+    default: return body.template operator()<Store::kF32>();
+  }
 }
 
 // How dot products become logits, in units of log 2.
@@ -289,11 +256,11 @@ SHOAL_INLINE float weigh_row(const Logits& logits, const RowMask& mask, float* s
 }
 
 // Whether a V row of [begin, end) has an infinity or a NaN.
-inline bool has_non_finite(const void* const* values, int64_t begin, int64_t end, int64_t stride) {
+inline bool has_non_finite(const std::byte* const* values, int64_t begin, int64_t end, int64_t stride) {
   const Floats infinity = splat(__builtin_inff());
   Floats found = zero();
   for (int64_t j = begin; j < end; ++j) {
-    const float* v = static_cast<const float*>(values[j]);
+    const auto* v = reinterpret_cast<const float*>(values[j]);
     for (int64_t c = 0; c < stride; c += kLanes) {
       found = max(found, if_less(abs(load(v + c)), infinity, zero(), splat(1.0f)));
     }
