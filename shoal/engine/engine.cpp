@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <new>
 
 #include "shoal/engine/engine_impl.h"
 #include "shoal/engine/kv_calibration.h"

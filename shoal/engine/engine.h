@@ -22,17 +22,18 @@ namespace shoal {
 class Model;
 
 struct EngineOptions {
-  std::string model;                // path of a GGUF file or a model folder
-  std::string device = "auto";      // auto, cpu
-  std::string kv_dtype = "auto";    // auto, f32, f16, bf16, int8; auto: f16, with exact f32
-  int64_t max_context = 0;          // tokens of one sequence, prompt and answer; 0: the model's, at most 8192
+  std::string model;              // path of a GGUF file or a model folder
+  std::string device = "auto";    // auto, cpu
+  std::string kv_dtype = "auto";  // auto, f32, f16, bf16, int8; auto: f16, with exact f32
+  // Tokens of one sequence, prompt and answer, at most the model's; 0: the model's, but no more than 8192.
+  int64_t max_context = 0;
   int64_t max_batch_tokens = 2048;  // token budget of a step; bounds a prefill chunk
   int64_t max_seqs = 64;            // sequences in one step
   int64_t page_size = 32;           // tokens per KV page: a power of two, at least 16
   int64_t num_pages = 0;            // 0: from kv_bytes
-  int64_t kv_bytes =
-      0;            // memory for the KV cache; 0: what max_context of 4 sequences needs, at most a third of free memory
-  int threads = 0;  // 0: all cores
+  // Memory for the KV cache; 0: what max_context of 4 sequences needs, at most a third of free memory.
+  int64_t kv_bytes = 0;
+  int threads = 0;     // 0: all cores
   bool exact = false;  // f32 activations and sums
   bool prefix_cache = true;
   std::function<void(double fraction)> load_progress;
@@ -44,8 +45,9 @@ struct Request {
   std::vector<int32_t> prompt;  // at least one token
   SamplingOptions sampling;
   int64_t max_tokens = 16;        // 0: only reads the prompt
-  std::vector<int32_t> stop_ids;  // end-of-sequence tokens; a sampled stop id is reported, then the request ends
-  bool all_logits = false;        // keeps the logits of every prompt token (evaluation); implies max_tokens 0
+  std::vector<int32_t> stop_ids;  // end-of-sequence tokens; a sampled stop id is reported, then the request ends. An id
+                                  // outside the vocabulary is never sampled
+  bool all_logits = false;        // computes the logits of every prompt token, see logits(); implies max_tokens 0
   uint64_t salt = 0;              // separates prefix caches
 };
 
@@ -57,7 +59,7 @@ enum class SubmitFailure : uint8_t {
   kStopped,         // the engine is shutting down or has failed
 };
 
-// What happened to a request since it was last asked.
+// What happened to a request since it was last asked: new tokens; the rest is cumulative.
 struct RequestUpdate {
   std::vector<Sampled> tokens;
   int64_t num_prompt_done = 0;  // prompt tokens read so far, prefix hits included
@@ -105,17 +107,22 @@ class Engine {
   const EngineInfo& info() const;
   EngineStats stats() const;
 
-  // Throws kInvalidArgument for a token id outside the vocabulary, an empty prompt or an option out of range.
+  // Throws kInvalidArgument for a prompt token outside the vocabulary, an empty prompt or an option out of range.
+  // A request that was accepted is kept until wait() has delivered its end.
   Result<RequestId, SubmitFailure> submit(Request request);
 
   // Waits until something happened to the request or the time is over. After an update with a finish reason the request
-  // is gone; asking again throws kInvalidArgument.
+  // is gone; asking again throws kInvalidArgument. Who waits while the engine is destroyed gets kCancelled.
+  //
+  // An exception of the model ends the requests of its step with kError; the engine goes on with the others.
   RequestUpdate wait(RequestId id, std::chrono::milliseconds timeout);
 
   // Takes effect within one step. The request still delivers its last update (kCancelled). Unknown or ended: no effect.
   void cancel(RequestId id);
 
-  // Logits [num_tokens, vocab_size] of a request with all_logits, row-major. Throws after a failure.
+  // Logits [num_tokens, vocab_size] of a request with all_logits, row-major; waits until they are there. Throws
+  // kInvalidArgument for tokens that submit would refuse, kOutOfMemory if the result does not fit, kModelFormat if a
+  // row is not finite, and what the model threw.
   std::vector<float> logits(std::span<const int32_t> tokens);
 
  private:

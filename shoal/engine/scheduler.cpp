@@ -125,6 +125,7 @@ void Scheduler::preempt_youngest() {
 }
 
 void Scheduler::admit_waiting() {
+  int64_t num_deferred = 0;
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     if (budget_ == 0 || num_running() >= options_.max_seqs) {
       return;
@@ -140,6 +141,9 @@ void Scheduler::admit_waiting() {
       sequence.num_computed = static_cast<int64_t>(sequence.pages.size()) * options_.page_size;
       if (prefix_is_coming(sequence, static_cast<int64_t>(sequence.pages.size()))) {
         release_pages(sequence);
+        if (++num_deferred == options_.max_seqs) {
+          return;  // a long queue for one prefix is not compared with it in every step
+        }
         ++it;
         continue;
       }

@@ -209,6 +209,17 @@ TEST(Scheduler, WaitsForAPrefixThatSomebodyIsComputing) {
   EXPECT_EQ(sim.sequences[1]->num_prefix_hit, 16);
 }
 
+TEST(Scheduler, ALongQueueForOnePrefixEndsTheSearch) {
+  Sim sim(40, limits(100, 3, true));
+  const std::vector<int32_t> prompt(18, 7);
+  for (int i = 0; i < 4; ++i) {
+    sim.add(prompt);
+  }
+  sim.add(5);
+  EXPECT_EQ(sim.step(), "0:18");  // 4 would fit, but three before it wait already
+  EXPECT_EQ(sim.step(), "0:1 1:2 2:2");
+}
+
 TEST(Scheduler, ASequenceThatNeedsThePoolAloneIsNotBlockedByADuplicatePage) {
   // Both compute the same first page in one step (the second is too short to wait for it); then one needs all pages.
   Sim sim(6, limits(100, 8, true));
