@@ -14,13 +14,20 @@ namespace {
 template <class F>
 constexpr FormatInfo info_of(Format format) {
   static_assert(F::kBlockSize > 0 && F::kBlockBytes > 0);
-  return {format, F::kName, F::kGgmlType, F::kBlockSize, F::kBlockBytes, F::kCanEncode};
+  return {format, F::kName, F::kGgmlType, F::kBlockSize, F::kBlockBytes, F::kCanEncode, false};
+}
+
+template <class F>
+constexpr FormatInfo info_of_scaled(Format format) {
+  return {format, F::kName, -1, 8, F::kBits, false, true};
 }
 
 constexpr FormatInfo kFormats[] = {
 #define SHOAL_FORMAT(Struct, header) info_of<Struct>(Format::k##Struct),
+#define SHOAL_SCALED_FORMAT(Struct, header) info_of_scaled<Struct>(Format::k##Struct),
 #include "shoal/quant/formats.def"
 #undef SHOAL_FORMAT
+#undef SHOAL_SCALED_FORMAT
 };
 
 // A block has one scale for many values: one that is not finite would spoil its neighbours without a word.
@@ -60,6 +67,11 @@ std::optional<Format> format_from_ggml_type(uint32_t ggml_type) {
 int64_t row_bytes(Format format, int64_t k) {
   const FormatInfo& entry = info(format);
   require(k >= 0, entry.name, ": a row of ", k, " values");
+  if (entry.is_scaled) {
+    const std::optional<int64_t> bits = checked_mul<int64_t>(k, entry.block_bytes);
+    require(bits.has_value(), entry.name, ": the bits of a row of ", k, " values overflow 64 bits");
+    return ceil_div<int64_t>(*bits, 8);
+  }
   require(k % entry.block_size == 0, entry.name, ": a row of ", k, " values is not a whole number of blocks of ",
           entry.block_size);
   const std::optional<int64_t> bytes = checked_mul<int64_t>(k / entry.block_size, entry.block_bytes);
@@ -68,6 +80,7 @@ int64_t row_bytes(Format format, int64_t k) {
 }
 
 void decode_row(Format format, const std::byte* row, int64_t k, float* values) {
+  require(!info(format).is_scaled, "decode ", info(format).name, ": its scales stand apart from its rows");
   const int64_t bytes = row_bytes(format, k);
   visit_format(format, [&]<class F>() {
     const int64_t num_blocks = bytes / F::kBlockBytes;
@@ -78,6 +91,7 @@ void decode_row(Format format, const std::byte* row, int64_t k, float* values) {
 }
 
 void encode_row(Format format, const float* values, int64_t k, std::byte* row) {
+  require(!info(format).is_scaled, "encode ", info(format).name, ": its scales stand apart from its rows");
   const int64_t bytes = row_bytes(format, k);
   visit_format(format, [&]<class F>() {
     if constexpr (F::kCanEncode) {

@@ -36,6 +36,13 @@ SHOAL_BLOCK_INLINE float e8m0_halved(uint32_t e) {
   const uint32_t bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
   return std::bit_cast<float>(e == 255 ? 0x7fc00000u : bits);
 }
+
+// The e8m0 scale of values up to amax, by OCP MX 1.0, section 6.3: the largest power of two not above amax, over that
+// of the largest code. Values between 6 and 8 times the scale saturate.
+inline uint32_t e8m0_for(float amax) {
+  const int exponent = amax > 0.0f ? std::ilogb(amax) - 2 + 127 : 0;
+  return exponent > 0 ? exponent : 0;
+}
 }  // namespace block
 
 struct GGUF_MXFP4 {
@@ -54,12 +61,8 @@ struct GGUF_MXFP4 {
     }
   }
 
-  // OCP MX 1.0, section 6.3: the largest power of two not above amax, over that of the largest code. Values between 6
-  // and 8 times the scale saturate.
   static void encode(const float* values, std::byte* block) {
-    const float amax = std::fabs(block::extreme_of(values, kBlockSize));
-    const int exponent = amax > 0.0f ? std::ilogb(amax) - 2 + 127 : 0;
-    const uint32_t e = exponent > 0 ? exponent : 0;
+    const uint32_t e = block::e8m0_for(std::fabs(block::extreme_of(values, kBlockSize)));
     const float half_scale = block::e8m0_halved(e);
     block[0] = block::to_byte(e);
     for (int i = 0; i < 16; ++i) {
