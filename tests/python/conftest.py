@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -99,3 +101,16 @@ def shoal(
         timeout=120,
         **options,
     )
+
+
+def shoal_here(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """The command line in this process: for what ends before a model is loaded, since a process costs half a second."""
+    from shoal.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        status = main(list(arguments))
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())

