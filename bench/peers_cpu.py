@@ -140,9 +140,7 @@ class OpenVinoWorker:
         config.max_new_tokens = max(decode, 2)
         config.ignore_eos, config.do_sample = True, False
         ids = self.numpy.array([prompt_ids(prompt, salt * 64 + i) for i in range(sequences)], dtype=self.numpy.int64)
-        inputs = self.genai.TokenizedInputs(
-            self.openvino.Tensor(ids), self.openvino.Tensor(self.numpy.ones_like(ids))
-        )
+        inputs = self.genai.TokenizedInputs(self.openvino.Tensor(ids), self.openvino.Tensor(self.numpy.ones_like(ids)))
         metrics = self.pipeline.generate(inputs, config).perf_metrics
         if decode == 0:
             return prompt / (metrics.get_ttft().mean / 1000)
@@ -193,7 +191,17 @@ def requantise(model: Path, folder: Path) -> Path:
 
 
 def run_worker(engine: str, model: Path, threads: int, salt: int) -> dict[str, float]:
-    command = [environment(engine), __file__, "--worker", engine, str(model), "--threads", str(threads), "--salt", str(salt)]
+    command = [
+        environment(engine),
+        __file__,
+        "--worker",
+        engine,
+        str(model),
+        "--threads",
+        str(threads),
+        "--salt",
+        str(salt),
+    ]
     env = dict(os.environ, OMP_NUM_THREADS=str(threads))
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     for line in result.stdout.splitlines():
@@ -204,7 +212,10 @@ def run_worker(engine: str, model: Path, threads: int, salt: int) -> dict[str, f
 
 
 def table(medians: dict[str, dict[str, float]], engines: list[str]) -> str:
-    lines = ["| tokens/s | " + " | ".join(engines) + " | shoal to fastest peer |", "|---|" + "---|" * (len(engines) + 1)]
+    lines = [
+        "| tokens/s | " + " | ".join(engines) + " | shoal to fastest peer |",
+        "|---|" + "---|" * (len(engines) + 1),
+    ]
     for case in CASES:
         peers = [medians[e][case] for e in engines if e != "shoal" and case in medians[e]]
         own = medians.get("shoal", {}).get(case)
@@ -245,7 +256,8 @@ def main() -> int:
     if options.output:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
         processor = next(
-            (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine()
+            (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+            platform.machine(),
         )
         options.output.write_text(
             json.dumps(

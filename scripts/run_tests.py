@@ -45,7 +45,17 @@ def main() -> int:
 
     junit = build / "ctest.xml"
     jobs = str(os.cpu_count() or 1)
-    ctest = ["ctest", "--test-dir", str(build), "-j", jobs, "--output-on-failure", "--quiet", "--output-junit", str(junit)]
+    ctest = [
+        "ctest",
+        "--test-dir",
+        str(build),
+        "-j",
+        jobs,
+        "--output-on-failure",
+        "--quiet",
+        "--output-junit",
+        str(junit),
+    ]
     results = [run(ctest, junit, env)]
     if not options.cpp_only:
         junit = build / "pytest.xml"

@@ -35,14 +35,32 @@ def families():
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     yield "llama", transformers.LlamaConfig(**BASE, **ROPE, num_hidden_layers=2, rope_parameters=llama3)
-    yield "llama_bias", transformers.LlamaConfig(
-        **BASE, **ROPE, num_hidden_layers=2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_parameters=linear
+    yield (
+        "llama_bias",
+        transformers.LlamaConfig(
+            **BASE,
+            **ROPE,
+            num_hidden_layers=2,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters=linear,
+        ),
     )
-    yield "mistral", transformers.MistralConfig(**BASE, **ROPE, num_hidden_layers=2, sliding_window=9, head_dim=24)
+    yield "mistral", transformers.MistralConfig(**BASE, **ROPE, num_hidden_layers=2, sliding_window=9, head_dim=48)
     yield "qwen2", transformers.Qwen2Config(**BASE, **ROPE, num_hidden_layers=2, rope_parameters=yarn)
     yield "qwen3", transformers.Qwen3Config(**BASE, **ROPE, num_hidden_layers=2, head_dim=32)
-    yield "gemma3", transformers.Gemma3TextConfig(
-        **BASE, **ROPE, num_hidden_layers=7, head_dim=32, sliding_window=10, query_pre_attn_scalar=48, final_logit_softcapping=6.0
+    yield (
+        "gemma3",
+        transformers.Gemma3TextConfig(
+            **BASE,
+            **ROPE,
+            num_hidden_layers=7,
+            head_dim=32,
+            sliding_window=10,
+            query_pre_attn_scalar=48,
+            final_logit_softcapping=6.0,
+        ),
     )
 
 
@@ -74,15 +92,23 @@ def main():
         tokens = torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
             logits = model(tokens).logits[0].numpy()
-            greedy = model.generate(tokens[:, :16], max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 16:]
+            greedy = model.generate(
+                tokens[:, :16], max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None
+            )[0, 16:]
         tied = getattr(config, "tie_word_embeddings", False)
-        state = {k: v.to(torch.bfloat16).contiguous() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+        state = {
+            k: v.to(torch.bfloat16).contiguous()
+            for k, v in model.state_dict().items()
+            if not (tied and k == "lm_head.weight")
+        }
         save_file(state, folder / "model.safetensors")
         values = json.loads(config.to_json_string(use_diff=False))
         drop = ("_name_or_path", "transformers_version", "id2label", "label2id", "architectures", "dtype")
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k not in drop}, indent=1))
         np.savez_compressed(
-            folder / "golden.npz", tokens=tokens[0].numpy().astype(np.int32), logits=logits.astype(np.float32),
+            folder / "golden.npz",
+            tokens=tokens[0].numpy().astype(np.int32),
+            logits=logits.astype(np.float32),
             greedy=greedy.numpy().astype(np.int32),
         )
         print(name, "logits", logits.shape, "largest", np.abs(logits).max(), "greedy", greedy.tolist()[:8])

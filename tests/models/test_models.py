@@ -100,7 +100,7 @@ def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, int], seed:
     random = np.random.default_rng(seed)
     n, k = shape
     if kind.name == "F32":
-        return random.standard_normal(shape).astype(np.float32) / np.sqrt(k)
+        return (random.standard_normal(shape) / np.sqrt(k)).astype(np.float32)
     if kind.name == "F16":
         return (random.standard_normal(shape) / np.sqrt(k)).astype(np.float16)
     if kind.name == "BF16":
