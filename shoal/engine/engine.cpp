@@ -93,7 +93,10 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, s
   const ModelInfo& from = model_->info();
   const int64_t num_rows = max_logit_rows(options, from);
   logits_ = AlignedBuffer(static_cast<size_t>(num_rows * from.vocab_size) * sizeof(float));
-  workspace_.reserve(model_->workspace_bytes(options.max_batch_tokens, num_rows, threads_->num_threads()));
+  workspace_.reserve(model_->workspace_bytes({.max_tokens = options.max_batch_tokens,
+                                              .max_logit_rows = num_rows,
+                                              .max_kv_len = round_up(resolved_.max_context, options.page_size),
+                                              .num_threads = threads_->num_threads()}));
 
   info_.architecture = from.architecture;
   info_.model_name = from.name;

@@ -577,7 +577,7 @@ class KnownKvModel : public FakeModel {
     info_.kv_layers = {{2, 4, 2}};
   }
   const ModelInfo& info() const override { return info_; }
-  size_t workspace_bytes(int64_t, int64_t, int) const override { return 0; }
+  size_t workspace_bytes(const StepLimits&) const override { return 0; }
   void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext&) override {
     EXPECT_EQ(cache.type(), KvType::kF32);
     EXPECT_EQ(logits.dim(0), 0);

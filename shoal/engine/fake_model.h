@@ -103,8 +103,8 @@ class FakeModel : public Model {
   }
 
   const ModelInfo& info() const override { return info_; }
-  size_t workspace_bytes(int64_t max_tokens, int64_t, int) const override {
-    return Workspace::bytes_for<int32_t>(static_cast<size_t>(max_tokens));
+  size_t workspace_bytes(const StepLimits& limits) const override {
+    return Workspace::bytes_for<int32_t>(static_cast<size_t>(limits.max_tokens));
   }
 
   void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext& context) override {

@@ -76,7 +76,10 @@ std::vector<KvScales> calibrate_kv(Model& model, int64_t max_tokens, const OpCon
   }
   BatchBuilder builder(num_tokens, 1, num_pages, 0, kPageSize);
   builder.add(tokens, 0, pages, 0);
-  context.workspace->reserve(model.workspace_bytes(num_tokens, 0, context.pool->num_threads()));
+  context.workspace->reserve(model.workspace_bytes({.max_tokens = num_tokens,
+                                                    .max_logit_rows = 0,
+                                                    .max_kv_len = num_pages * kPageSize,
+                                                    .num_threads = context.pool->num_threads()}));
   float no_logits = 0.0f;
   model.forward(builder.batch(), cache, TensorView(&no_logits, DType::kF32, {0, info.vocab_size}), context);
   std::vector<KvScales> scales;

@@ -136,29 +136,15 @@ class Decoder final : public Model {
 
   const ModelInfo& info() const override { return info_; }
 
-  size_t workspace_bytes(int64_t max_tokens, int64_t max_logit_rows, int num_threads) const override {
-    const int64_t rows = std::max(max_tokens, max_logit_rows);
-    size_t scratch = 0;
+  size_t workspace_bytes(const StepLimits& limits) const override {
+    const int64_t rows = std::max(limits.max_tokens, limits.max_logit_rows);
+    size_t scratch = matmul_workspace_bytes(output_.weight, limits.max_logit_rows);
     for (const Block& block : blocks_) {
       for (const Linear* linear : {&block.qkv, &block.o, &block.gate_up, &block.down}) {
         scratch = std::max(scratch, matmul_workspace_bytes(linear->weight, rows));
       }
     }
-    scratch = std::max(scratch, matmul_workspace_bytes(output_.weight, max_logit_rows));
-    Batch batch;
-    int32_t dummy = 0;
-    batch.cu_q_lens = TensorView(&dummy, DType::kI32, {max_tokens + 1});
-    batch.past_lens = TensorView(&dummy, DType::kI32, {max_tokens});
-    batch.page_table = TensorView(&dummy, DType::kI32, {max_tokens, 1});
-    batch.token_ids = TensorView(&dummy, DType::kI32, {max_tokens});
-    for (size_t i = 0; i < blocks_.size(); ++i) {
-      const KvLayer layer = placeholder_layer();
-      StepBuffers buffers;
-      buffers.qkv = TensorView(&dummy, DType::kF32, {max_tokens, qkv_width()});
-      buffers.attention = TensorView(&dummy, DType::kF32, {max_tokens, config_.num_heads * config_.head_dim});
-      scratch =
-          std::max(scratch, paged_attention_workspace_bytes(attention_args(i, batch, layer, buffers), num_threads));
-    }
+    scratch = std::max(scratch, attention_workspace_bytes(limits));
     const int64_t widths[] = {
         config_.hidden, config_.hidden,         qkv_width(),       config_.num_heads * config_.head_dim,
         config_.hidden, 2 * config_.ffn_hidden, config_.ffn_hidden};
@@ -250,12 +236,29 @@ class Decoder final : public Model {
 
   int64_t qkv_width() const { return (config_.num_heads + 2 * config_.num_kv_heads) * config_.head_dim; }
 
-  // Shapes only: for sizing the workspace before a cache exists.
-  KvLayer placeholder_layer() const {
-    KvLayer layer;
-    layer.key = TensorView(nullptr, DType::kF32, {1, 16, config_.num_kv_heads, config_.head_dim});
-    layer.value = layer.key;
-    return layer;
+  // The worst step of every layer: as many sequences as tokens, the longest page table. Shapes only: nothing is read.
+  size_t attention_workspace_bytes(const StepLimits& limits) const {
+    constexpr int64_t kPage = 16;  // the smallest page; only the length of the table in tokens counts
+    const int64_t num_tokens = limits.max_tokens;
+    Batch batch;
+    const auto ints = [](std::initializer_list<int64_t> shape) { return TensorView(nullptr, DType::kI32, shape); };
+    batch.cu_q_lens = ints({num_tokens + 1});
+    batch.past_lens = ints({num_tokens});
+    batch.page_table = ints({num_tokens, ceil_div(limits.max_kv_len, kPage)});
+    batch.slot_mapping = ints({num_tokens});
+    StepBuffers buffers;
+    buffers.qkv = TensorView(nullptr, DType::kF32, {num_tokens, qkv_width()});
+    buffers.attention = TensorView(nullptr, DType::kF32, {num_tokens, config_.num_heads * config_.head_dim});
+    // The quantised cache needs most: its scales are unpacked into scratch memory.
+    const TensorView scales(nullptr, DType::kF32, {config_.num_kv_heads * config_.head_dim});
+    const TensorView pages(nullptr, DType::kI8, {1, kPage, config_.num_kv_heads, config_.head_dim});
+    const KvLayer layer{.key = pages, .value = pages, .k_scale = scales, .v_scale = scales};
+    size_t num_bytes = 0;
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      num_bytes = std::max(
+          num_bytes, paged_attention_workspace_bytes(attention_args(i, batch, layer, buffers), limits.num_threads));
+    }
+    return num_bytes;
   }
 
   StepBuffers take_buffers(int64_t num_tokens, Workspace& workspace) const {

@@ -38,13 +38,21 @@ struct ModelInfo {
   std::vector<KvLayerShape> kv_layers;
 };
 
+// The largest step that a workspace must serve.
+struct StepLimits {
+  int64_t max_tokens = 0;
+  int64_t max_logit_rows = 0;
+  int64_t max_kv_len = 0;  // columns of the page table times the page size
+  int num_threads = 1;
+};
+
 class Model {
  public:
   virtual ~Model() = default;
   virtual const ModelInfo& info() const = 0;
 
-  // Scratch bytes that `forward` needs for at most these sizes.
-  virtual size_t workspace_bytes(int64_t max_tokens, int64_t max_logit_rows, int num_threads) const = 0;
+  // Scratch bytes that `forward` needs for every step within the limits.
+  virtual size_t workspace_bytes(const StepLimits& limits) const = 0;
 
   // Appends the batch to the cache and writes logits [num_logit_rows, vocab_size] f32. Rows of a batch do not influence
   // each other: a row's bits are the same in every batch.

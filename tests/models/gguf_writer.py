@@ -108,14 +108,14 @@ def llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
     return factors.astype(np.float32)
 
 
-def random_llama(seed: int, hidden: int = 256, layers: int = 2) -> tuple[dict, dict[str, np.ndarray]]:
+def random_llama(seed: int, hidden: int = 256, layers: int = 2, positions: int = 256) -> tuple[dict, dict[str, np.ndarray]]:
     """A random llama whose widths suit every block format (multiples of 256)."""
     config = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
         "num_hidden_layers": layers,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": positions,
         "hidden_size": hidden,
         "intermediate_size": 512,
         "rms_norm_eps": 1e-5,

@@ -169,3 +169,17 @@ def test_greedy_tokens_do_not_depend_on_company(family):
     assert again == expected
     assert together == expected
     assert chunked == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_long_prompt_in_one_step_equals_chunks(threads, tmp_path):
+    """Over 1024 keys attention may split a row's keys over threads: the step's scratch memory must cover it, the bits stay."""
+    config, tensors = gguf_writer.random_llama(seed=4, layers=1, positions=4096)
+    path = tmp_path / "long.gguf"
+    gguf_writer.write(path, config, tensors, "llama")
+    prompt = [(i * 131) % 320 for i in range(3000)]
+    params = shoal.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    whole = shoal.LLM(str(path), threads=threads, max_batch_tokens=4096, max_context=4096)
+    chunked = shoal.LLM(str(path), threads=1, max_batch_tokens=170, max_context=4096, page_size=128)
+    expected = chunked.generate([prompt], params)[0].token_ids
+    assert whole.generate([prompt], params)[0].token_ids == expected
