@@ -314,12 +314,16 @@ TEST_P(PagedAttentionExact, ChunksAndThreads) {
     cpu::ThreadPool one(1);
     std::vector<uint8_t> cache;
     const std::vector<uint8_t> expected = in_chunks(GetParam(), {n}, isa, one, cache);
-    for (const int num_threads : {1, 2, 3}) {
-      cpu::ThreadPool pool(num_threads);
-      for (const auto& chunks : chunkings) {
+    for (size_t i = 0; i < chunkings.size(); ++i) {
+      // Every division on one thread, two of them on two, and on three where long spans are computed apart.
+      for (const int num_threads : {1, 2, 3}) {
+        if (num_threads > 1 && (i + static_cast<size_t>(num_threads)) % 3 != 0) {
+          continue;
+        }
+        cpu::ThreadPool pool(num_threads);
         std::vector<uint8_t> other;
-        EXPECT_EQ(in_chunks(GetParam(), chunks, isa, pool, other), expected)
-            << cpu::to_string(isa) << ", " << num_threads << " threads, " << chunks.size() << " chunks";
+        EXPECT_EQ(in_chunks(GetParam(), chunkings[i], isa, pool, other), expected)
+            << cpu::to_string(isa) << ", " << num_threads << " threads, " << chunkings[i].size() << " chunks";
         EXPECT_TRUE(other == cache);
       }
     }
