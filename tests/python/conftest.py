@@ -73,7 +73,7 @@ def gemma3_path() -> Path:
 def llm(smollm2_path: Path):
     from shoal import LLM
 
-    with LLM(smollm2_path, max_context=1024, max_batch_tokens=256) as llm:
+    with LLM(smollm2_path, max_context=1024, max_batch_tokens=256, threads=1) as llm:
         yield llm
 
 
@@ -97,7 +97,11 @@ def shoal(
         capture_output=True,
         text=True,
         encoding="utf-8",
-        env={**os.environ, **(env or {})},
+        env={
+            **os.environ,
+            "SHOAL_THREADS": "1",
+            **(env or {}),
+        },  # one thread does not wait for another on a busy machine
         timeout=120,
         **options,
     )

@@ -211,7 +211,9 @@ def test_stop(smollm2_path: Path) -> None:
 
 def test_broken_pipe_is_quiet(smollm2_path: Path) -> None:
     command = f'"{sys.executable}" -m shoal.cli run "{smollm2_path}" -p "1 2 3" --raw -q -n 40 --temp 0 | head -c 1'
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=120, env={**os.environ, "SHOAL_THREADS": "1"}
+    )
     assert len(result.stdout) == 1
     assert result.stderr == ""
 
@@ -231,6 +233,7 @@ def test_ctrl_c_stops_an_answer(smollm2_path: Path) -> None:
             "4000",
             "--ignore-eos",
         ],
+        env={**os.environ, "SHOAL_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -256,7 +259,7 @@ def read_until(terminal: int, text: str, timeout: float = 90) -> str:
 def test_conversation_at_a_terminal(smollm2_path: Path, tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
-        os.environ["SHOAL_CACHE"] = str(tmp_path)
+        os.environ |= {"SHOAL_CACHE": str(tmp_path), "SHOAL_THREADS": "1"}
         os.execv(
             sys.executable,
             [

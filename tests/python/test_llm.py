@@ -69,7 +69,7 @@ def test_stop_string_across_tokens(step: int) -> None:
     assert completion.finish_reason == "stop"
     assert completion.token_ids == list(b"say END")  # up to the token that completed it
     assert len(completion.logprobs) == 7
-    assert engine.cancelled == [1]
+    assert engine.cancelled == ([] if step == 100 else [1])  # all at once: it had ended already
     assert chunks[-1].completion == completion
 
 
@@ -166,7 +166,7 @@ def test_batch_equals_single(llm: LLM) -> None:
 
 
 def test_stream_joins_to_generate(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=24, temperature=0.9, seed=7, stop=["."])
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=7, stop=["."])
     (whole,) = llm.generate("Once upon a time", params)
     chunks = list(llm.stream("Once upon a time", params))
     assert "".join(c.text for c in chunks) == whole.text
@@ -176,7 +176,7 @@ def test_stream_joins_to_generate(llm: LLM) -> None:
 
 
 def test_seeds(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=16, temperature=1.5, seed=3, n=3)
+    params = SamplingParams(max_tokens=8, temperature=1.5, seed=3, n=3)
     first, again = llm.generate("A", params), llm.generate("A", params)
     assert [c.token_ids for c in first] == [c.token_ids for c in again]
     assert len({tuple(c.token_ids) for c in first}) == 3 and [c.index for c in first] == [0, 1, 2]
@@ -208,7 +208,7 @@ def test_logit_bias(llm: LLM) -> None:
 def test_chat(smollm2_path) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     params = SamplingParams(max_tokens=24, temperature=0)
-    with LLM(smollm2_path, max_context=256, exact=True) as llm:
+    with LLM(smollm2_path, max_context=256, exact=True, threads=1) as llm:
         completion = llm.chat(messages, params)
         assert completion.text == "The capital of France is Paris."
         assert completion.finish_reason == "stop" and completion.token_ids[-1] == llm.tokenizer.eos_id

@@ -17,7 +17,7 @@ import pytest
 from shoal import InvalidArgument, ShoalError, models
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
-PARTS = (CONTENT[: len(CONTENT) // 2], CONTENT[len(CONTENT) // 2 :])
+PARTS = (CONTENT[:500_000], CONTENT[500_000:])
 MODEL = models.NamedModel(
     name="made-up",
     file="made-up.gguf",
@@ -123,7 +123,7 @@ def test_pip_fails(fake: Path, home: Path, monkeypatch: pytest.MonkeyPatch, mode
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((PARTS[0], PARTS[0]), "is damaged"),
+        ((PARTS[0], PARTS[1][::-1]), "is damaged"),
         ((PARTS[0], PARTS[1][:-1]), "is damaged"),
         ((PARTS[0], PARTS[1] + b"x"), "larger than the known one"),
     ],

@@ -11,7 +11,7 @@ import typer
 
 from shoal import __version__
 from shoal.errors import InvalidArgument, OutOfMemory, ShoalError
-from shoal.settings import default_map, option, print_config, read_config
+from shoal.settings import default_map, option, origin_of, print_config, read_config
 
 app = typer.Typer(
     add_completion=False,
@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
             if type(error).__name__ == "Abort":
                 return 130
             raise
-        message = error.format_message().rstrip(".")
+        message = error.format_message().rstrip(".") + origin_of(error)
         # Without a command the help has been shown already.
         return _fail(message, error.exit_code) if type(error).__name__ != "NoArgsIsHelpError" else 2
 

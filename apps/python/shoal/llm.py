@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,19 +158,22 @@ class LLM:
     ) -> None:
         self.path = models.resolve(model, say)
         options: dict[str, Any] = {"max_batch_tokens": max_batch_tokens, "max_seqs": max_seqs, "page_size": page_size}
-        self._tokenizer = load_tokenizer(self.path)
-        self._engine = _core.Engine(
-            os.fspath(self.path),
-            device=device,
-            kv_dtype=kv_dtype,
-            max_context=max_context,
-            kv_bytes=kv_bytes,
-            threads=threads,
-            exact=exact,
-            prefix_cache=prefix_cache,
-            load_progress=load_progress,
-            **{name: value for name, value in options.items() if value is not None},
-        )
+        # The engine loads without the interpreter lock, so the tokenizer is made meanwhile.
+        with ThreadPoolExecutor(1) as pool:
+            tokenizer = pool.submit(load_tokenizer, self.path)
+            self._engine = _core.Engine(
+                os.fspath(self.path),
+                device=device,
+                kv_dtype=kv_dtype,
+                max_context=max_context,
+                kv_bytes=kv_bytes,
+                threads=threads,
+                exact=exact,
+                prefix_cache=prefix_cache,
+                load_progress=load_progress,
+                **{name: value for name, value in options.items() if value is not None},
+            )
+            self._tokenizer = tokenizer.result()
         self.info: dict[str, Any] = self._engine.info()
 
     def close(self) -> None:
@@ -259,7 +263,8 @@ class LLM:
         room = self.max_context - len(ids)
         if room < 1:
             raise InvalidArgument(
-                f"the prompt has {len(ids)} tokens, the context holds {self.max_context}; nothing is left to answer"
+                f"the prompt has {len(ids)} tokens, "
+                f"which leaves no room for an answer in a context of {self.max_context}"
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = random.getrandbits(64) if params.seed is None else params.seed % (1 << 64)

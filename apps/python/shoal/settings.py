@@ -111,6 +111,17 @@ def print_config(context: typer.Context) -> None:
     raise typer.Exit()
 
 
+def origin_of(error: Any) -> str:
+    """For the message of a usage error: where a bad value came from if not from the command line."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is None or parameter is None:
+        return ""
+    source = getattr(context.get_parameter_source(parameter.name), "name", "")
+    if source == "ENVIRONMENT":
+        return f" (from the variable {parameter.envvar})"
+    return f" (from {config_path()})" if source == "DEFAULT_MAP" else ""
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
