@@ -46,7 +46,7 @@ double read_bandwidth(cpu::ThreadPool& pool) {
 }
 
 // Copies of one weight that together exceed any cache, so that m = 1 reads memory, as a decode step of a model does.
-constexpr int64_t kColdBytes = int64_t{48} << 20;
+constexpr int64_t kColdBytes = int64_t{192} << 20;
 
 void bench(const Shape& shape, Format format, const std::vector<int64_t>& row_counts, double bandwidth,
            cpu::ThreadPool& pool) {

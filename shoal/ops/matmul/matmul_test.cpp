@@ -379,6 +379,35 @@ TEST(Matmul, SameBitsForAnyNumberOfThreads) {
   }
 }
 
+// Such rows can only be decoded whole: also more values than a chunk of the block formats has.
+TEST(Matmul, FormatsWhoseScalesStandApart) {
+  constexpr int64_t kN = 19;
+  constexpr int64_t kK = 1056;
+  const RandomMatrix codes(Format::kINT4, kN, kK, 21);
+  Random random(22);
+  std::vector<float> scales(kN * kK / 32);
+  for (float& scale : scales) {
+    scale = random.uniform(0.05f, 0.2f);
+  }
+  QuantMatrix matrix = codes.matrix();
+  matrix.scales = TensorView(scales.data(), DType::kF32, {kN, kK / 32});
+  matrix.group_size = 32;
+  const RandomMatrix beside(Format::kQ4_0, 9, kK, 23);
+  const QuantMatrix parts[] = {matrix, beside.matrix()};
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    Machine machine(isa, 2);
+    for (const MatmulPrecision precision : kPrecisions) {
+      Rows a = random_rows(5, kK, 24);
+      Rows out = product(machine, prepare_matmul(parts, precision, machine.context()), a);
+      Rows expected = product(machine, prepare_matmul(parts, precision, machine.context("ref")), a);
+      expect_close(out, expected, largest_sum(a, parts), kK);
+    }
+  }
+  Machine machine;
+  matrix.scales = TensorView(scales.data(), DType::kF32, {kN, 1});
+  EXPECT_THROW(prepare_matmul({&matrix, 1}, MatmulPrecision::kDefault, machine.context()), Error);
+}
+
 TEST(Matmul, EmptyShapes) {
   Machine machine;
   const RandomMatrix none(Format::kQ4_1, 0, 64, 1);
