@@ -31,15 +31,15 @@ namespace shoal {
 // Extended attributes (state_update_capacity, state_channels_last, state_length, input_channel_offset, input_channels)
 // need channels_last 1, an input of rank 3 and state_window 0.
 struct CausalConvWithStateArgs {
-  TensorView output;         // as input; the last dimension is C
-  TensorView present_state;  // S = state_length or reach: [B, C, S], or [B, S, d1 ... dn] with channels_last;
-                             // [W, ...] before that with state_window W
-  TensorView state_update;   // [B, state_update_capacity, C]: the first inputs, the rest zero. Exists iff the capacity
-                             // is positive; may be absent then
-  TensorView input;          // [B, C, L], or [B, L, d1 ... dn] with channels_last, C = d1 * ... * dn
-  TensorView weight;         // [C, 1, K], oldest tap first
-  TensorView bias;           // [C], optional
-  TensorView past_state;     // as present_state, optional (zeros); with a window only slot W - 1 is read
+  TensorView output{};         // as input; the last dimension is C
+  TensorView present_state{};  // S = state_length or reach: [B, C, S], or [B, S, d1 ... dn] with channels_last;
+                               // [W, ...] before that with state_window W
+  TensorView state_update{};  // [B, state_update_capacity, C]: the first inputs, the rest zero. Exists iff the capacity
+                              // is positive; may be absent then
+  TensorView input{};         // [B, C, L], or [B, L, d1 ... dn] with channels_last, C = d1 * ... * dn
+  TensorView weight{};        // [C, 1, K], oldest tap first
+  TensorView bias{};          // [C], optional
+  TensorView past_state{};    // as present_state, optional (zeros); with a window only slot W - 1 is read
 
   int64_t ndim = 1;  // 2 and 3 are kUnsupported
   int64_t dilation = 1;
@@ -55,9 +55,9 @@ struct CausalConvWithStateArgs {
 };
 
 struct CausalConvWithStateShapes {
-  OutputSpec output;
-  OutputSpec present_state;
-  OutputSpec state_update;  // not present when state_update_capacity is 0
+  OutputSpec output{};
+  OutputSpec present_state{};
+  OutputSpec state_update{};  // not present when state_update_capacity is 0
 };
 
 // Checks inputs and attributes; outputs are not looked at.
@@ -80,18 +80,18 @@ void causal_conv_with_state(const CausalConvWithStateArgs& args, const OpContext
 // 0 <= start <= end <= num_tokens are left out: their tokens, states and updates stay as they were; tokens in several
 // ranges hold the result of one of them.
 struct VarlenCausalConvWithStateArgs {
-  TensorView output;        // [num_tokens, C]
-  TensorView final_state;   // [B, C, reach]
-  TensorView state_update;  // [B, state_update_capacity, C]: the first capture_count inputs of a sequence,
-                            // the rest zero. Exists iff the capacity is positive; may be absent then
-  TensorView input;         // [num_tokens, C]
-  TensorView weight;        // [C, 1, K], oldest tap first
-  TensorView cumulative_sequence_length;  // [B + 1] i32, B >= 1
-  TensorView bias;                        // [C], optional
-  TensorView initial_state;               // [B, C, reach]; a channel's state is at most 48 KiB
-  TensorView capture_count;  // [B] i32, clamped to 0..min(capacity, length); given iff the capacity is positive
-  TensorView kernel_delta;   // [num_tokens, projected_taps >= delta_offset + 2, C / group_size], both or neither
-  TensorView previous_mask;  // [num_tokens, 1]
+  TensorView output{};        // [num_tokens, C]
+  TensorView final_state{};   // [B, C, reach]
+  TensorView state_update{};  // [B, state_update_capacity, C]: the first capture_count inputs of a sequence,
+                              // the rest zero. Exists iff the capacity is positive; may be absent then
+  TensorView input{};         // [num_tokens, C]
+  TensorView weight{};        // [C, 1, K], oldest tap first
+  TensorView cumulative_sequence_length{};  // [B + 1] i32, B >= 1
+  TensorView bias{};                        // [C], optional
+  TensorView initial_state{};               // [B, C, reach]; a channel's state is at most 48 KiB
+  TensorView capture_count{};  // [B] i32, clamped to 0..min(capacity, length); given iff the capacity is positive
+  TensorView kernel_delta{};   // [num_tokens, projected_taps >= delta_offset + 2, C / group_size], both or neither
+  TensorView previous_mask{};  // [num_tokens, 1]
 
   std::string_view activation = "none";
   int64_t dilation = 1;
@@ -101,9 +101,9 @@ struct VarlenCausalConvWithStateArgs {
 };
 
 struct VarlenCausalConvWithStateShapes {
-  OutputSpec output;
-  OutputSpec final_state;
-  OutputSpec state_update;  // not present when state_update_capacity is 0
+  OutputSpec output{};
+  OutputSpec final_state{};
+  OutputSpec state_update{};  // not present when state_update_capacity is 0
 };
 
 VarlenCausalConvWithStateShapes varlen_causal_conv_with_state_shapes(const VarlenCausalConvWithStateArgs& args);

@@ -38,23 +38,23 @@ namespace shoal {
 // Malformed cu_seqlens never raise: values are clamped to [0, T], an end before its start makes an empty sequence.
 // Tokens of no sequence stay as they were, tokens of several hold the result of the last.
 struct GatedDeltaNetArgs {
-  TensorView output;         // [T, Hv, Dv]
-  TensorView final_state;    // [B, Hv, Dv, Dk] f32; an empty sequence's is its initial state. May be absent
-  TensorView state_update;   // [B, C * (decay_width + Hk * Dk + Hv * Dv)] f32, C = state_update_capacity: for the first
-                             // min(capture_count, C, length) tokens exp(g) [C, Hv] (or [C, Hv, Dk] with a decay per
-                             // key), then k [C, Hk, Dk] (normalised), then delta [C, Hv, Dv]; the rest is zero.
-                             // Exists iff C > 0; may be absent then
-  TensorView query;          // [T, Hq, Dk]; packed, without key and value: [T, 2 * Hq * Dk + Hv * Dv]
-  TensorView key;            // [T, Hq, Dk]
-  TensorView value;          // [T, Hv, Dv]
-  TensorView cu_seqlens;     // [B + 1] i32; absent: B equal sequences, B from the batch axis or else initial_state
-  TensorView decay;          // [T, Hv] or [T, Hv, Dk], f32 or T; given iff the rule uses it
-  TensorView beta;           // [T, Hv], the type of decay (alone: f32 or T); given iff the rule uses it
-  TensorView initial_state;  // [B, Hv, Dv, Dk] f32; absent: zeros (not when packed, or when nothing else tells B)
-  TensorView a_log;          // [Hv] f32, with dt_bias iff gate_activation is not none
-  TensorView dt_bias;        // [Hv] f32, with a decay per key also [Hv, Dk] or [Hv * Dk]
-  TensorView capture_count;  // [B] i32, clamped to 0..min(C, length); given iff C > 0
-  TensorView state_update_active;  // [1] or 0-d i32, on the host; 0: state_update is all zero. Optional
+  TensorView output{};        // [T, Hv, Dv]
+  TensorView final_state{};   // [B, Hv, Dv, Dk] f32; an empty sequence's is its initial state. May be absent
+  TensorView state_update{};  // [B, C * (decay_width + Hk * Dk + Hv * Dv)] f32, C = state_update_capacity: for the
+                              // first min(capture_count, C, length) tokens exp(g) [C, Hv] (or [C, Hv, Dk] with a decay
+                              // per key), then k [C, Hk, Dk] (normalised), then delta [C, Hv, Dv]; the rest is zero.
+                              // Exists iff C > 0; may be absent then
+  TensorView query{};          // [T, Hq, Dk]; packed, without key and value: [T, 2 * Hq * Dk + Hv * Dv]
+  TensorView key{};            // [T, Hq, Dk]
+  TensorView value{};          // [T, Hv, Dv]
+  TensorView cu_seqlens{};     // [B + 1] i32; absent: B equal sequences, B from the batch axis or else initial_state
+  TensorView decay{};          // [T, Hv] or [T, Hv, Dk], f32 or T; given iff the rule uses it
+  TensorView beta{};           // [T, Hv], the type of decay (alone: f32 or T); given iff the rule uses it
+  TensorView initial_state{};  // [B, Hv, Dv, Dk] f32; absent: zeros (not when packed, or when nothing else tells B)
+  TensorView a_log{};          // [Hv] f32, with dt_bias iff gate_activation is not none
+  TensorView dt_bias{};        // [Hv] f32, with a decay per key also [Hv, Dk] or [Hv * Dk]
+  TensorView capture_count{};  // [B] i32, clamped to 0..min(C, length); given iff C > 0
+  TensorView state_update_active{};  // [1] or 0-d i32, on the host; 0: state_update is all zero. Optional
 
   std::string_view update_rule = "gated_delta";
   float scale = 0.0f;  // 0: 1 / sqrt(Dk)
@@ -69,9 +69,9 @@ struct GatedDeltaNetArgs {
 };
 
 struct GatedDeltaNetShapes {
-  OutputSpec output;
-  OutputSpec final_state;
-  OutputSpec state_update;  // not present when state_update_capacity is 0
+  OutputSpec output{};
+  OutputSpec final_state{};
+  OutputSpec state_update{};  // not present when state_update_capacity is 0
 };
 
 // Checks inputs and attributes; outputs are not looked at.
@@ -85,14 +85,14 @@ void gated_delta_net(const GatedDeltaNetArgs& args, const OpContext& context);
 // a multiple of the other. Query head h reads state h / (Hq / Hkv); with Hkv > Hq there is an output per state head h,
 // read with query head h / (Hkv / Hq). The state is K-major, in a type of its own.
 struct LinearAttentionArgs {
-  TensorView output;         // [B, T, max(Hq, Hkv) * Dv]
-  TensorView present_state;  // [B, Hkv, Dk, Dv], or [W, B, Hkv, Dk, Dv] with a window; the type of past_state, else T
-  TensorView query;          // [B, T, Hq * Dk]
-  TensorView key;            // [B, T, Hkv * Dk]
-  TensorView value;          // [B, T, Hkv * Dv]
-  TensorView past_state;     // as present_state, f32, f16 or bf16; optional (zeros); of a window slot W - 1 is read
-  TensorView decay;          // [B, T, Hkv] or [B, T, Hkv * Dk], T; required by gated and gated_delta, else ignored
-  TensorView beta;           // [B, T, Hkv] or [B, T, 1], T; required by delta and gated_delta, else ignored
+  TensorView output{};         // [B, T, max(Hq, Hkv) * Dv]
+  TensorView present_state{};  // [B, Hkv, Dk, Dv], or [W, B, Hkv, Dk, Dv] with a window; the type of past_state, else T
+  TensorView query{};          // [B, T, Hq * Dk]
+  TensorView key{};            // [B, T, Hkv * Dk]
+  TensorView value{};          // [B, T, Hkv * Dv]
+  TensorView past_state{};     // as present_state, f32, f16 or bf16; optional (zeros); of a window slot W - 1 is read
+  TensorView decay{};          // [B, T, Hkv] or [B, T, Hkv * Dk], T; required by gated and gated_delta, else ignored
+  TensorView beta{};           // [B, T, Hkv] or [B, T, 1], T; required by delta and gated_delta, else ignored
 
   int64_t q_num_heads = 0;
   int64_t kv_num_heads = 0;
@@ -104,8 +104,8 @@ struct LinearAttentionArgs {
 };
 
 struct LinearAttentionShapes {
-  OutputSpec output;
-  OutputSpec present_state;
+  OutputSpec output{};
+  OutputSpec present_state{};
 };
 
 LinearAttentionShapes linear_attention_shapes(const LinearAttentionArgs& args);
@@ -118,17 +118,17 @@ void linear_attention(const LinearAttentionArgs& args, const OpContext& context)
 //
 //   decay = decay_scale * softplus(a + dt_bias)          beta = sigmoid(b)
 struct LinearAttentionGateArgs {
-  TensorView decay;        // [B, T, H] T
-  TensorView beta;         // [B, T, H] T; exists iff b is given; may be absent then
-  TensorView a;            // [B, T, H] T
-  TensorView dt_bias;      // [H] f32
-  TensorView decay_scale;  // [H] f32
-  TensorView b;            // [B, T, H] T, optional
+  TensorView decay{};        // [B, T, H] T
+  TensorView beta{};         // [B, T, H] T; exists iff b is given; may be absent then
+  TensorView a{};            // [B, T, H] T
+  TensorView dt_bias{};      // [H] f32
+  TensorView decay_scale{};  // [H] f32
+  TensorView b{};            // [B, T, H] T, optional
 };
 
 struct LinearAttentionGateShapes {
-  OutputSpec decay;
-  OutputSpec beta;  // not present without b
+  OutputSpec decay{};
+  OutputSpec beta{};  // not present without b
 };
 
 LinearAttentionGateShapes linear_attention_gate_shapes(const LinearAttentionGateArgs& args);

@@ -36,21 +36,21 @@
 namespace shoal {
 
 struct Mamba2VerifyArgs {
-  TensorView Y;               // [R, di] bf16
-  TensorView conv_snapshots;  // as conv_state
-  TensorView ssm_snapshots;   // as ssm_state
-  TensorView xbc;             // [R, channels] bf16; optional: written if given
-  TensorView readout;         // [R, di] f32; optional: written if given
-  TensorView projection;      // [R, di + channels + heads] bf16, R >= 1
-  TensorView conv_state;      // [slots, channels, 3] bf16: the last inputs, oldest first; slots >= 1
-  TensorView ssm_state;       // [slots, heads, d_state, head_dim] f32
-  TensorView conv_weight;     // [channels, 4] or [channels, 1, 4] bf16
-  TensorView conv_bias;       // [channels] bf16
-  TensorView dt_bias;         // [heads] f32
-  TensorView A_negative;      // [heads] f32
-  TensorView D;               // [heads] f32
-  TensorView norm_weight;     // [di] f32
-  TensorView state_row;       // [1] or 0-d i32: the row of the incoming states to start from
+  TensorView Y{};               // [R, di] bf16
+  TensorView conv_snapshots{};  // as conv_state
+  TensorView ssm_snapshots{};   // as ssm_state
+  TensorView xbc{};             // [R, channels] bf16; optional: written if given
+  TensorView readout{};         // [R, di] f32; optional: written if given
+  TensorView projection{};      // [R, di + channels + heads] bf16, R >= 1
+  TensorView conv_state{};      // [slots, channels, 3] bf16: the last inputs, oldest first; slots >= 1
+  TensorView ssm_state{};       // [slots, heads, d_state, head_dim] f32
+  TensorView conv_weight{};     // [channels, 4] or [channels, 1, 4] bf16
+  TensorView conv_bias{};       // [channels] bf16
+  TensorView dt_bias{};         // [heads] f32
+  TensorView A_negative{};      // [heads] f32
+  TensorView D{};               // [heads] f32
+  TensorView norm_weight{};     // [di] f32
+  TensorView state_row{};       // [1] or 0-d i32: the row of the incoming states to start from
 
   int64_t heads = 0;
   int64_t n_groups = 0;  // divides heads
@@ -61,11 +61,11 @@ struct Mamba2VerifyArgs {
 };
 
 struct Mamba2VerifyShapes {
-  OutputSpec Y;
-  OutputSpec conv_snapshots;
-  OutputSpec ssm_snapshots;
-  OutputSpec xbc;      // for debugging: only if wanted
-  OutputSpec readout;  // for debugging: only if wanted
+  OutputSpec Y{};
+  OutputSpec conv_snapshots{};
+  OutputSpec ssm_snapshots{};
+  OutputSpec xbc{};      // for debugging: only if wanted
+  OutputSpec readout{};  // for debugging: only if wanted
 };
 
 // Checks inputs and attributes; outputs are not looked at.
