@@ -179,7 +179,7 @@ def test_a_long_prompt_in_one_step_equals_chunks(threads, tmp_path):
     gguf_writer.write(path, config, tensors, "llama")
     prompt = [(i * 131) % 320 for i in range(3000)]
     params = shoal.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    whole = shoal.LLM(str(path), threads=threads, max_batch_tokens=4096, max_context=4096)
+    whole = shoal.LLM(str(path), threads=threads, max_batch_tokens=len(prompt), max_context=4096)
     chunked = shoal.LLM(str(path), threads=1, max_batch_tokens=170, max_context=4096, page_size=128)
     expected = chunked.generate([prompt], params)[0].token_ids
     assert whole.generate([prompt], params)[0].token_ids == expected

@@ -5,9 +5,11 @@
 // A weight is prepared once at load (`prepare_matmul`): the layout that the chosen kernels read is made there, and
 // named in `MatmulWeight::layout()`. Two precisions:
 //   kExact    activations stay f32, weights are decoded to f32, products and sums in f32
-//   kDefault  activations are quantised to int8 in blocks of 32 along k (scale = amax/127, round half to even) where
-//   the format
-//             has an integer kernel, sums of a block in int32, blocks added in f32; otherwise as kExact
+//   kDefault  where the format has an integer kernel, activations are quantised to int8 by 16 along k; of two such
+//   halves
+//             of a block of 32 the larger amax gives the unit amax / (127 * 16), and each half the smallest whole
+//             factor of it that holds its own amax (round half to even); sums of a block in int32, blocks added in f32.
+//             Otherwise as kExact
 //
 // Shapes    out [m, n]; a [m, k]; bias [n]
 // Types     out, a: f32; bias: f32

@@ -100,38 +100,41 @@ struct Activations {
 
 #if defined(SHOAL_ISA_AVX512)
 
-// sums[r] = sum over the block of (code - offset) * activation, times the integer scales where the format has them.
+// sums[r] = sum over the block of (code - offset) * factor * activation, times the integer scales where the format has
+// them.
 template <Format kFormat, int kNumRows, bool kSpread>
 [[gnu::always_inline]] inline void block_sums(const Codec<kFormat>& codec, const std::byte* codes,
                                               const Activations<kSpread>& a, const QuantBlock* blocks,
                                               int64_t blocks_stride, I (&sums)[kNumRows]) {
   using Codes = Codec<kFormat>;
-  constexpr int kParts = Codes::kHalves ? 2 : 1;
-  unroll<kParts>([&](auto part) SHOAL_INLINE_LAMBDA {
+  unroll<2>([&](auto half) SHOAL_INLINE_LAMBDA {
     I partial[kNumRows];
     for (int r = 0; r < kNumRows; ++r) {
-      // Starting at -offset * sum of activations makes the result exact without a pass over signed codes.
-      const QuantBlock& block = blocks[r * blocks_stride];
-      const int32_t total = Codes::kHalves ? block.half_sums[part.value] : block.total;
-      partial[r] = Codes::kOffset == 0 ? zero_int() : broadcast_i32(-total * (1 << Codes::kOffsetLog2));
+      partial[r] = zero_int();
     }
-    unroll<8 / kParts>([&](auto step) SHOAL_INLINE_LAMBDA {
-      constexpr int kStep = part.value * 4 + step.value;
+    unroll<4>([&](auto step) SHOAL_INLINE_LAMBDA {
+      constexpr int kStep = half.value * 4 + step.value;
       const I code = Codes::template step<kStep>(codes);
       for (int r = 0; r < kNumRows; ++r) {
         // u8 times s8, four products added to an int32 without saturation.
         partial[r] = _mm512_dpbusd_epi32(partial[r], code, a.template get<kStep>(r));
       }
     });
+    I scale;
     if constexpr (Codes::kSuper) {
-      const I scale = Codes::kHalves ? _mm512_srai_epi32(part.value == 0 ? shift_32<16>(codec.pairs) : codec.pairs, 16)
-                                     : bit_and(codec.pairs, broadcast_i32(0xffff));
-      for (int r = 0; r < kNumRows; ++r) {
-        partial[r] = _mm512_mullo_epi32(partial[r], scale);
-      }
+      scale = Codes::kHalves ? _mm512_srai_epi32(half.value == 0 ? shift_32<16>(codec.pairs) : codec.pairs, 16)
+                             : bit_and(codec.pairs, broadcast_i32(0xffff));
     }
     for (int r = 0; r < kNumRows; ++r) {
-      sums[r] = part.value == 0 ? partial[r] : add_32(sums[r], partial[r]);
+      const QuantBlock& block = blocks[r * blocks_stride];
+      partial[r] = _mm512_mullo_epi32(partial[r], broadcast_i32(block.factor_pairs[half.value] & 0xffff));
+      if constexpr (Codes::kOffset != 0) {
+        partial[r] = sub_32(partial[r], broadcast_i32(block.half_sums[half.value] * (1 << Codes::kOffsetLog2)));
+      }
+      if constexpr (Codes::kSuper) {
+        partial[r] = _mm512_mullo_epi32(partial[r], scale);
+      }
+      sums[r] = half.value == 0 ? partial[r] : add_32(sums[r], partial[r]);
     }
   });
 }
@@ -140,23 +143,23 @@ template <Format kFormat, int kNumRows, bool kSpread>
 
 // The same on AVX2, where vpmaddubsw adds two products in int16 with saturation. How many of its results may be added
 // before widening, with activations in [-127, 127]:
-//   codes to 15   |pair| <= 15 * 127 * 2 =  3810; 8 of them 30480 <= 32767
+//   codes to 15   |pair| <= 15 * 127 * 2 =  3810; 4 of them (a half) 15240 <= 32767
 //   codes to 31   |pair| <= 31 * 127 * 2 =  7874; 4 of them 31496
 //   codes to 63   |pair| <= 63 * 127 * 2 = 16002; 2 of them 32004
 //   signed bytes, as |code| times sign(code) * activation: |pair| <= 128 * 127 * 2 = 32512, 1
 template <Format kFormat>
 constexpr int kChain = Codec<kFormat>::kSigned ? 1
-                       : Codec<kFormat>::kLayout.high_bits == 0 ? 8
-                       : Codec<kFormat>::kLayout.high_bits == 1 ? 4
-                                                                : 2;
+                       : Codec<kFormat>::kLayout.high_bits < 2 ? 4
+                                                               : 2;
 
-// Widening multiplies by the integer scale, the same in both 16-bit lanes of an output, or by one.
+// Widening multiplies by the activations' factor and the integer scale of the half, |product| <= 128 * 16, the same in
+// both 16-bit lanes of an output.
 template <Format kFormat>
-SHOAL_INLINE I widening_factor(const Codec<kFormat>& codec, int step) {
+SHOAL_INLINE I weight_factor(const Codec<kFormat>& codec, int half) {
   using Codes = Codec<kFormat>;
   if constexpr (!Codes::kSuper) {
-    return _mm256_set1_epi16(1);
-  } else if (Codes::kHalves && step >= 4) {
+    return zero_int();  // not used
+  } else if (Codes::kHalves && half == 1) {
     return bit_or(shift_32<-16>(codec.pairs), bit_and(codec.pairs, broadcast_i32(static_cast<int32_t>(0xffff0000))));
   } else {
     return bit_or(shift_32<16>(codec.pairs), bit_and(codec.pairs, broadcast_i32(0xffff)));
@@ -184,8 +187,13 @@ template <Format kFormat, int kNumRows, bool kSpread>
         asm("" : "+x"(partial[r]));
       }
     });
-    const I factor = widening_factor(codec, chain.value * kLength);
+    constexpr int kHalf = chain.value * kLength / 4;
+    const I weight = weight_factor(codec, kHalf);
     for (int r = 0; r < kNumRows; ++r) {
+      I factor = broadcast_i32(blocks[r * blocks_stride].factor_pairs[kHalf]);
+      if constexpr (Codes::kSuper) {
+        factor = _mm256_mullo_epi16(factor, weight);
+      }
       const I wide = _mm256_madd_epi16(partial[r], factor);
       sums[r] = chain.value == 0 ? wide : add_32(sums[r], wide);
     }
@@ -340,19 +348,22 @@ void quantize_row(const float* a, int64_t k, int8_t* codes, QuantBlock* blocks) 
   for (int64_t b = 0; b < k / kQuantBlock; ++b) {
     __m256 x[4];
     // Magnitudes of floats order like their bits, with infinity and NaN on top.
-    __m256i largest = _mm256_setzero_si256();
-    for (int i = 0; i < 4; ++i) {
-      x[i] = _mm256_loadu_ps(a + b * kQuantBlock + 8 * i);
-      largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(x[i]), magnitude));
+    __m128i tops[2];
+    for (int half = 0; half < 2; ++half) {
+      __m256i largest = _mm256_setzero_si256();
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        x[i] = _mm256_loadu_ps(a + b * kQuantBlock + 8 * i);
+        largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(x[i]), magnitude));
+      }
+      __m128i top = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+      top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
+      tops[half] = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
     }
-    __m128i top = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-    top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
-    top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
-    const QuantScale scale = quant_scale(__builtin_bit_cast(float, _mm_cvtsi128_si32(top)));
-    const __m256 inverse = _mm256_set1_ps(scale.inverse);
+    const QuantScale scale = quant_scale(__builtin_bit_cast(float, _mm_cvtsi128_si32(tops[0])),
+                                         __builtin_bit_cast(float, _mm_cvtsi128_si32(tops[1])));
     __m256i rounded[4];
     for (int i = 0; i < 4; ++i) {
-      rounded[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse));  // to nearest even
+      rounded[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], _mm256_set1_ps(scale.inverses[i / 2])));  // to nearest even
     }
     // Packing works inside 128-bit halves: undone by the last permutation.
     const __m256i words = _mm256_packs_epi32(rounded[0], rounded[1]);

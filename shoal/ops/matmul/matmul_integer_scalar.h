@@ -80,7 +80,8 @@ void integer_groups(const MatmulPart& part, const MatmulRows& rows, const QuantR
             second += code_at<kFormat>(codes + b * kLayout.code_bytes() * kGroup, lane, i + 16) * a[i + 16];
           }
           const LaneScales s = scales_at<kFormat>(scales, b, lane);
-          const int32_t sum = first * s.first + second * s.second;
+          const int32_t sum =
+              first * s.first * (block.factor_pairs[0] & 0xffff) + second * s.second * (block.factor_pairs[1] & 0xffff);
           acc.lane[lane] = __builtin_fmaf(s.d * block.scale, static_cast<float>(sum), acc.lane[lane]);
           if constexpr (kLayout.scales == ScaleKind::kScaleMin || kLayout.scales == ScaleKind::kSuperMin) {
             acc.lane[lane] = __builtin_fmaf(s.min, block.sum, acc.lane[lane]);
@@ -94,18 +95,20 @@ void integer_groups(const MatmulPart& part, const MatmulRows& rows, const QuantR
 
 void quantize_row(const float* a, int64_t k, int8_t* codes, QuantBlock* blocks) {
   for (int64_t b = 0; b < k / kQuantBlock; ++b) {
-    uint32_t largest = 0;  // magnitudes of floats order like their bits, with infinity and NaN on top
+    uint32_t largest[2] = {0, 0};  // magnitudes of floats order like their bits, with infinity and NaN on top
     for (int i = 0; i < kQuantBlock; ++i) {
       const uint32_t bits = __builtin_bit_cast(uint32_t, a[b * kQuantBlock + i]) & 0x7fffffffu;
-      largest = bits > largest ? bits : largest;
+      uint32_t& top = largest[i / kQuantHalf];
+      top = bits > top ? bits : top;
     }
-    const QuantScale scale = quant_scale(__builtin_bit_cast(float, largest));
+    const QuantScale scale = quant_scale(__builtin_bit_cast(float, largest[0]), __builtin_bit_cast(float, largest[1]));
     int32_t sums[2] = {0, 0};
     for (int i = 0; i < kQuantBlock; ++i) {
       const float value = a[b * kQuantBlock + i];
-      const long code = scale.inverse == 0.0f ? 0 : __builtin_lrintf(value * scale.inverse);
+      const float inverse = scale.inverses[i / kQuantHalf];
+      const long code = inverse == 0.0f ? 0 : __builtin_lrintf(value * inverse);
       codes[b * kQuantBlock + i] = static_cast<int8_t>(code);
-      sums[i / 16] += static_cast<int32_t>(code);
+      sums[i / kQuantHalf] += static_cast<int32_t>(code);
     }
     blocks[b] = quant_block(scale, sums[0], sums[1]);
   }

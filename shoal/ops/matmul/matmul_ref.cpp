@@ -7,21 +7,21 @@
 namespace shoal {
 namespace {
 
-// A row of activations as the integer kernels see it: int8 codes times the scale of their block of 32.
+// A row of activations as the integer kernels see it: int8 codes times the scale of their half of a block.
 std::vector<double> quantised(const float* a, int64_t k) {
   std::vector<double> values(static_cast<size_t>(k));
   for (int64_t b = 0; b < k; b += kQuantBlock) {
-    float amax = 0.0f;
-    for (int64_t i = b; i < b + kQuantBlock; ++i) {
-      amax = std::isfinite(a[i]) ? std::fmax(amax, std::fabs(a[i])) : std::numeric_limits<float>::quiet_NaN();
-      if (std::isnan(amax)) {
-        break;
-      }
+    float amax[2] = {0.0f, 0.0f};
+    bool finite = true;
+    for (int64_t i = 0; i < kQuantBlock; ++i) {
+      finite = finite && std::isfinite(a[b + i]);
+      amax[i / kQuantHalf] = std::fmax(amax[i / kQuantHalf], std::fabs(a[b + i]));
     }
-    const QuantScale scale = quant_scale(amax);
-    for (int64_t i = b; i < b + kQuantBlock; ++i) {
-      const double code = std::isnan(amax) ? 0.0 : static_cast<double>(std::nearbyint(a[i] * scale.inverse));
-      values[static_cast<size_t>(i)] = static_cast<double>(scale.scale) * code;
+    const QuantScale scale = quant_scale(finite ? amax[0] : std::numeric_limits<float>::quiet_NaN(), amax[1]);
+    for (int64_t i = 0; i < kQuantBlock; ++i) {
+      const int64_t half = i / kQuantHalf;
+      const double code = finite ? static_cast<double>(std::nearbyint(a[b + i] * scale.inverses[half])) : 0.0;
+      values[static_cast<size_t>(b + i)] = static_cast<double>(scale.scale) * scale.factors[half] * code;
     }
   }
   return values;

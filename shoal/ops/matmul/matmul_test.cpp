@@ -203,14 +203,17 @@ TEST(Matmul, ReferenceAgainstBruteForce) {
       for (int64_t n = 0; n < kN; ++n) {
         double sum = 0.0;
         for (int64_t b = 0; b < kK; b += 32) {
-          float amax = 0.0f;
+          float amax[2] = {0.0f, 0.0f};  // of the block's halves
           for (int64_t i = b; i < b + 32; ++i) {
-            amax = std::max(amax, std::abs(a.row(m)[i]));
+            float& half = amax[(i - b) / 16];
+            half = std::max(half, std::abs(a.row(m)[i]));
           }
-          const float inverse = 127.0f / amax;
+          const float top = std::max(amax[0], amax[1]);
           for (int64_t i = b; i < b + 32; ++i) {
-            const double rounded =
-                static_cast<double>(amax / 127.0f) * static_cast<double>(std::nearbyint(a.row(m)[i] * inverse));
+            const float factor = std::max(1.0f, std::ceil(16.0f * amax[(i - b) / 16] / top));
+            const float inverse = 127.0f * 16.0f / (top * factor);
+            const double rounded = static_cast<double>(top / (127.0f * 16.0f)) * static_cast<double>(factor) *
+                                   static_cast<double>(std::nearbyint(a.row(m)[i] * inverse));
             sum += (precision == MatmulPrecision::kExact ? static_cast<double>(a.row(m)[i]) : rounded) * w[n][i];
           }
         }
