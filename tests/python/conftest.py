@@ -73,7 +73,7 @@ def gemma3_path() -> Path:
 def llm(smollm2_path: Path):
     from shoal import LLM
 
-    with LLM(smollm2_path, max_context=1024, max_batch_tokens=256, threads=1) as llm:
+    with LLM(smollm2_path, max_context=256, max_batch_tokens=128, threads=1) as llm:
         yield llm
 
 

@@ -217,9 +217,9 @@ def test_chat(smollm2_path) -> None:
 
 def test_length_of_the_context(llm: LLM) -> None:
     ids = llm.tokenizer.encode("word " * 2000)
-    with pytest.raises(InvalidArgument, match="leaves no room for an answer in a context of 1024"):
-        llm.generate(ids[:1024], GREEDY)
-    (completion,) = llm.generate(ids[:1022], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+    with pytest.raises(InvalidArgument, match="leaves no room for an answer in a context of 256"):
+        llm.generate(ids[:256], GREEDY)
+    (completion,) = llm.generate(ids[:254], SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
     assert completion.completion_tokens == 2 and completion.finish_reason == "length"
 
 
@@ -274,7 +274,7 @@ def test_the_lock_is_free_while_waiting(llm: LLM) -> None:
 
     thread = threading.Thread(target=count)
     thread.start()
-    llm.logits([list(range(100, 300))])
+    llm.logits([list(range(100, 200))])
     done.set()
     thread.join()
     assert ticks > 3
