@@ -9,6 +9,7 @@ namespace shoal::python {
 
 void bind_engine(nanobind::module_& module);
 void bind_io(nanobind::module_& module);
+void bind_ops(nanobind::module_& module);
 void bind_spm(nanobind::module_& module);
 void bind_system(nanobind::module_& module);
 

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <memory>
 
-#include "bindings.h"
+#include "apps/python/bindings/bindings.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;

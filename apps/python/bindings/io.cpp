@@ -5,7 +5,7 @@
 #include <memory>
 #include <variant>
 
-#include "bindings.h"
+#include "apps/python/bindings/bindings.h"
 #include "shoal/io/gguf.h"
 #include "shoal/io/safetensors.h"
 

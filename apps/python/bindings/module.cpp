@@ -1,7 +1,7 @@
 // shoal._core: token ids in, tokens out. Errors of the library become the exceptions of shoal.errors.
 #include <nanobind/nanobind.h>
 
-#include "bindings.h"
+#include "apps/python/bindings/bindings.h"
 #include "shoal/base/error.h"
 
 namespace nb = nanobind;
@@ -59,6 +59,7 @@ NB_MODULE(_core, module) {
   module.attr("version") = SHOAL_VERSION;
   shoal::python::bind_engine(module);
   shoal::python::bind_io(module);
+  shoal::python::bind_ops(module);
   shoal::python::bind_spm(module);
   shoal::python::bind_system(module);
 }

@@ -4,8 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings.h"
-#include "spm_vocabulary.h"
+#include "apps/python/bindings/bindings.h"
+#include "apps/python/bindings/spm_vocabulary.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;

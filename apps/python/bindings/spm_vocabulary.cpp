@@ -1,4 +1,4 @@
-#include "spm_vocabulary.h"
+#include "apps/python/bindings/spm_vocabulary.h"
 
 #include <algorithm>
 #include <queue>

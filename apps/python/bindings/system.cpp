@@ -5,7 +5,7 @@
 
 #include <thread>
 
-#include "bindings.h"
+#include "apps/python/bindings/bindings.h"
 #include "shoal/cpu/isa.h"
 #include "shoal/model/model.h"
 #include "shoal/quant/format.h"
