@@ -7,8 +7,14 @@
 namespace shoal::SHOAL_ISA {
 namespace {
 
-constexpr int kTile = 4;  // vectors of channels that share a walk over the tokens: a cache line of bf16
-constexpr int kHeldTaps = 8;
+constexpr int kTile = 4;  // vectors whose sums stand in registers together
+// Channels that share a walk over the tokens: their part of a token is long enough for the prefetcher, their weights
+// short enough for the first-level cache.
+constexpr int kBlock = 512;
+constexpr int kVectors = kBlock / kLanes;
+constexpr int kHeldTaps = 4;
+
+SHOAL_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <class T>
 SHOAL_INLINE Floats load_lanes(const T* p, int64_t stride, int64_t n) {
@@ -107,25 +113,27 @@ struct Sequence {
   }
 };
 
-// Weights and bias of up to kTile vectors of channels.
+// Weights and bias of up to kBlock channels.
 template <class T>
 struct Taps {
   const conv::Problem& p;
   int64_t first;
   int64_t end;
   bool held;
-  Floats weights[kHeldTaps * kTile];
-  Floats bias[kTile];
+  int num_vectors;
+  Floats weights[kHeldTaps * kVectors];
+  Floats bias[kVectors];
 
   Taps(const conv::Problem& problem, int64_t begin, int64_t stop)
       : p(problem), first(begin), end(stop), held(problem.kernel_size <= kHeldTaps) {
-    for (int v = 0; v < kTile && lanes_of(v) > 0; ++v) {
+    num_vectors = static_cast<int>((end - first + kLanes - 1) / kLanes);
+    for (int v = 0; v < num_vectors; ++v) {
       const int64_t c = first + v * kLanes;
       bias[v] = p.bias == nullptr
                     ? zero()
                     : load_lanes(static_cast<const T*>(p.bias) + c * p.bias_channel, p.bias_channel, lanes_of(v));
       for (int64_t tap = 0; held && tap < p.kernel_size; ++tap) {
-        weights[tap * kTile + v] = from_memory(tap, v);
+        weights[tap * kVectors + v] = from_memory(tap, v);
       }
     }
   }
@@ -133,7 +141,9 @@ struct Taps {
     const int64_t left = end - first - v * kLanes;
     return left < kLanes ? left : kLanes;
   }
-  SHOAL_INLINE Floats weight(int64_t tap, int v) const { return held ? weights[tap * kTile + v] : from_memory(tap, v); }
+  SHOAL_INLINE Floats weight(int64_t tap, int v) const {
+    return held ? weights[tap * kVectors + v] : from_memory(tap, v);
+  }
   SHOAL_INLINE Floats from_memory(int64_t tap, int v) const {
     const int64_t c = first + v * kLanes;
     return load_lanes(static_cast<const T*>(p.weight) + c * p.weight_channel + tap * p.weight_tap, p.weight_channel,
@@ -150,7 +160,7 @@ SHOAL_INLINE void finish(const Sequence<T>& s, int64_t pos, int64_t c, int64_t n
 template <class T>
 void any_tokens(const Sequence<T>& s, const Taps<T>& taps, int64_t from, int64_t to) {
   for (int64_t pos = from; pos < to; ++pos) {
-    for (int v = 0; v < kTile && taps.lanes_of(v) > 0; ++v) {
+    for (int v = 0; v < taps.num_vectors; ++v) {
       const int64_t c = taps.first + v * kLanes;
       Floats sum = taps.bias[v];
       for (int64_t tap = 0; tap < s.p.kernel_size; ++tap) {
@@ -162,8 +172,8 @@ void any_tokens(const Sequence<T>& s, const Taps<T>& taps, int64_t from, int64_t
   }
 }
 
-// The same where every lane is in use, channels are contiguous and all taps read the input. kTaps is the kernel size,
-// or 0 for any up to kHeldTaps.
+// The same for whole tiles where channels are contiguous and all taps read the input. kTaps is the kernel size, or 0
+// for any up to kHeldTaps.
 template <int kTaps, class T>
 void full_tokens(const Sequence<T>& s, const Taps<T>& taps, int64_t from, int64_t to) {
   const int64_t num_taps = kTaps > 0 ? kTaps : s.p.kernel_size;
@@ -171,17 +181,19 @@ void full_tokens(const Sequence<T>& s, const Taps<T>& taps, int64_t from, int64_
   for (int64_t pos = from; pos < to; ++pos) {
     const T* oldest = s.input_at(pos, taps.first) - (num_taps - 1) * step;
     T* out = s.output_at(pos, taps.first);
-    Floats sums[kTile];
-    for (int v = 0; v < kTile; ++v) {
-      sums[v] = taps.bias[v];
-    }
-    for (int64_t tap = 0; tap < num_taps; ++tap) {
+    for (int at = 0; at < taps.num_vectors; at += kTile) {
+      Floats sums[kTile];
       for (int v = 0; v < kTile; ++v) {
-        sums[v] = sums[v] + taps.weights[tap * kTile + v] * load(oldest + tap * step + v * kLanes);
+        sums[v] = taps.bias[at + v];
       }
-    }
-    for (int v = 0; v < kTile; ++v) {
-      store(out + v * kLanes, s.p.silu ? silu(sums[v]) : sums[v]);
+      for (int64_t tap = 0; tap < num_taps; ++tap) {
+        for (int v = 0; v < kTile; ++v) {
+          sums[v] = sums[v] + taps.weights[tap * kVectors + at + v] * load(oldest + tap * step + (at + v) * kLanes);
+        }
+      }
+      for (int v = 0; v < kTile; ++v) {
+        store(out + (at + v) * kLanes, s.p.silu ? silu(sums[v]) : sums[v]);
+      }
     }
   }
 }
@@ -190,33 +202,43 @@ template <class T>
 void over_channels(const Sequence<T>& s, int64_t begin, int64_t end) {
   const int64_t reach = (s.p.kernel_size - 1) * s.p.dilation;
   const bool contiguous = s.p.input.channel == 1 && s.p.output.channel == 1;
-  for (int64_t c = begin; c < end; c += kTile * kLanes) {
-    const int64_t stop = c + kTile * kLanes < end ? c + kTile * kLanes : end;
+  // Blocks of whole tiles, then the rest.
+  const int64_t whole = begin + (end - begin) / (kTile * kLanes) * (kTile * kLanes);
+  for (int64_t c = begin; c < end;) {
+    const int64_t stop = c < whole ? least(c + kBlock, whole) : end;
     const Taps<T> taps(s.p, c, stop);
-    const bool full = contiguous && taps.held && stop - c == kTile * kLanes;
-    const int64_t first = !full || reach > s.length ? s.length : reach;
+    const bool full = contiguous && taps.held && c < whole;
+    const int64_t first = full ? least(reach, s.length) : s.length;
     any_tokens(s, taps, 0, first);
     if (s.p.kernel_size == 4) {
       full_tokens<4>(s, taps, first, s.length);
     } else {
       full_tokens<0>(s, taps, first, s.length);
     }
+    c = stop;
   }
 }
 
 template <class T>
 void over_tokens(const Sequence<T>& s, int64_t begin, int64_t end) {
-  const auto* weights = static_cast<const T*>(s.p.weight);
-  const auto* bias = static_cast<const T*>(s.p.bias);
+  const int64_t num_taps = s.p.kernel_size;
+  const bool held = num_taps <= kHeldTaps;
   for (int64_t c = begin; c < end; ++c) {
+    const T* bias = static_cast<const T*>(s.p.bias);
     const Floats start = bias == nullptr ? zero() : load_lanes(bias + c * s.p.bias_channel, 0, kLanes);
+    const auto weight = [&](int64_t tap) {
+      return load_lanes(static_cast<const T*>(s.p.weight) + c * s.p.weight_channel + tap * s.p.weight_tap, 0, kLanes);
+    };
+    Floats weights[kHeldTaps];
+    for (int64_t tap = 0; held && tap < num_taps; ++tap) {
+      weights[tap] = weight(tap);
+    }
     for (int64_t pos = 0; pos < s.length; pos += kLanes) {
-      const int64_t n = s.length - pos < kLanes ? s.length - pos : kLanes;
+      const int64_t n = least(kLanes, s.length - pos);
       Floats sums = start;
-      for (int64_t tap = 0; tap < s.p.kernel_size; ++tap) {
-        const T* weight = weights + c * s.p.weight_channel + tap * s.p.weight_tap;
-        sums =
-            sums + load_lanes(weight, 0, kLanes) * s.positions(pos - (s.p.kernel_size - 1 - tap) * s.p.dilation, c, n);
+      for (int64_t tap = 0; tap < num_taps; ++tap) {
+        const Floats x = s.positions(pos - (num_taps - 1 - tap) * s.p.dilation, c, n);
+        sums = sums + (held ? weights[tap] : weight(tap)) * x;
       }
       store_lanes(s.output_at(pos, c), s.p.output.pos, n, s.p.silu ? silu(sums) : sums);
     }
@@ -247,14 +269,14 @@ SHOAL_INLINE Floats correction(const conv::Problem& p, const T* delta, int64_t c
 template <class T>
 void dynamic_tokens(const Sequence<T>& s, int64_t begin, int64_t end) {
   const conv::Problem& p = s.p;
-  for (int64_t c = begin; c < end; c += kTile * kLanes) {
-    const int64_t stop = c + kTile * kLanes < end ? c + kTile * kLanes : end;
+  for (int64_t c = begin; c < end; c += kBlock) {
+    const int64_t stop = least(c + kBlock, end);
     const Taps<T> taps(p, c, stop);
     for (int64_t pos = 0; pos < s.length; ++pos) {
       const T* delta = static_cast<const T*>(p.delta) + (s.begin + pos) * p.delta_token;
       const T* mask_at = static_cast<const T*>(p.mask) + (s.begin + pos) * p.mask_token;
       const Floats mask = load_lanes(mask_at, 0, kLanes);
-      for (int v = 0; v < kTile && taps.lanes_of(v) > 0; ++v) {
+      for (int v = 0; v < taps.num_vectors; ++v) {
         const int64_t n = taps.lanes_of(v);
         const int64_t at = c + v * kLanes;
         const Floats k_cur = rounded(taps.weight(1, v) + correction(p, delta, at, n), T{});
