@@ -268,6 +268,9 @@ void start_rows(const Work& work, float* max, float* sum, float* acc) {
 // The keys of one span into row_max, row_sum and acc.
 void run_span(const Work& work, int64_t span) {
   start_rows(work, work.row_max, work.row_sum, work.scratch.acc);
+  // Lanes past the last row and keys that no tile has yet: computed with whole vectors, never used.
+  fill(work.tile_sum, kMaxRows, 0.0f);
+  fill(work.factor, kMaxRows, 0.0f);
   fill(work.scratch.weights, work.num_rows * kTile, 0.0f);
   fill(work.scratch.zeros, work.plan.k_stride, 0.0f);
   Tile tiles[2];
