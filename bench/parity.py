@@ -51,7 +51,10 @@ with torch.no_grad():
     greedy, margins = [], []
     for prompt in request["prompts"]:
         ids = torch.tensor([prompt])
-        new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        new = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )
         top = model(new).logits[0, len(prompt) - 1 : -1].topk(2).values
         greedy.append(new[0, len(prompt):].tolist())
         margins.append((top[:, 0] - top[:, 1]).tolist())

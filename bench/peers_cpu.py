@@ -1,9 +1,10 @@
 """Compares shoal with other CPU engines on one GGUF: same file, same threads, interleaved runs, median ratios.
 
-Each peer lives in a virtual environment of its own under build/peers and comes from PyPI: llama-cpp-python (built here; also with the
-model requantised to Q4_0, its fastest), ik-llama-cpp-python, openvino-genai.
+Each peer lives in a virtual environment of its own under build/peers and comes from PyPI: llama-cpp-python (built here;
+also with the model requantised to Q4_0, its fastest), ik-llama-cpp-python, openvino-genai.
 
-Usage: bench/peers_cpu.py MODEL.gguf [--threads 2] [--rounds 5] [--engines shoal,llama.cpp,...] [-o bench/results/FILE.json]
+Usage: bench/peers_cpu.py MODEL.gguf [--threads 2] [--rounds 5] [--engines shoal,llama.cpp,...]
+                          [-o bench/results/FILE.json]
 """
 
 import argparse
@@ -45,7 +46,7 @@ def prompt_ids(length: int, salt: int) -> list[int]:
     return ids
 
 
-# ---------------------------------------------------------------------------------------------------------------- workers
+# ---- workers
 class ShoalWorker:
     def __init__(self, model: str, threads: int):
         import shoal
@@ -164,7 +165,7 @@ def worker(engine: str, model: str, threads: int, salt: int):
     print("RESULT " + json.dumps(rates))
 
 
-# ----------------------------------------------------------------------------------------------------------- orchestration
+# ---- orchestration
 def environment(engine: str) -> Path:
     """The interpreter of a peer's environment, made on first use."""
     if engine == "shoal":
@@ -255,10 +256,9 @@ def main() -> int:
     print(table(medians, engines))
     if options.output:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-        processor = next(
-            (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-            platform.machine(),
-        )
+        cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
+        processor = names[0] if names else platform.machine()
         options.output.write_text(
             json.dumps(
                 {

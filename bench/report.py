@@ -1,4 +1,6 @@
-"""Writes docs/performance.md from the newest result of each kind and model in bench/results: no figure there is typed by hand.
+"""Writes docs/performance.md from the newest result of each kind and model in bench/results.
+
+No figure there is typed by hand.
 
 Usage: bench/report.py [--check]     --check: fails if the document is not what the results give
 """
@@ -43,18 +45,24 @@ def peers_cpu(result: dict) -> str:
 def parity(result: dict) -> str:
     exact, default = result["exact_vs_transformers"], result["default_vs_exact"]
     greedy = exact["greedy_64"]
+    different = f"{greedy['different']} of {greedy['prompts']}"
+    difference = exact["max_difference_to_largest_logit"]
+    rows = {
+        "exact mode to transformers: largest difference / largest logit": f"{difference:.1e}",
+        "exact mode: prompts whose 64 greedy tokens differ (near ties aside)": different,
+        "default mode to exact: mean KL divergence": f"{default['mean_kl']:.1e}",
+        "default mode to exact: same most likely token": f"{100 * default['top1_agreement']:.1f} %",
+    }
     return "\n".join(
         [
             f"## Parity, {result['model']}",
             "",
-            f"{result['tokens']} tokens of text, {result['date']}. Reference: {', '.join(result['packages'])}. `bench/parity.py`",
+            f"{result['tokens']} tokens of text, {result['date']}. Reference: {', '.join(result['packages'])}.",
+            "`bench/parity.py`",
             "",
             "| | figure |",
             "|---|---|",
-            f"| exact mode to transformers: largest difference / largest logit | {exact['max_difference_to_largest_logit']:.1e} |",
-            f"| exact mode: prompts whose 64 greedy tokens differ (near ties aside) | {greedy['different']} of {greedy['prompts']} |",
-            f"| default mode to exact: mean KL divergence | {default['mean_kl']:.1e} |",
-            f"| default mode to exact: same most likely token | {100 * default['top1_agreement']:.1f} % |",
+            *(f"| {name} | {value} |" for name, value in rows.items()),
         ]
     )
 

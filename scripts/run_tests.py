@@ -60,7 +60,7 @@ def main() -> int:
     if not options.cpp_only:
         junit = build / "pytest.xml"
         results.append(run([sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}", "tests"], junit, env))
-    passed, failed, skipped = (sum(column) for column in zip(*results))
+    passed, failed, skipped = (sum(column) for column in zip(*results, strict=True))
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 1 if failed or passed == 0 else 0
 

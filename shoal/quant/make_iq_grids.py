@@ -1,6 +1,6 @@
 """Writes iq_grids.h: the grids of the IQ2 and IQ3 formats, from the numeric tables of the PyPI package `gguf`.
 
-    python make_iq_grids.py > iq_grids.h      (also prints the checksums that quant_test.cpp holds, on stderr)
+python make_iq_grids.py > iq_grids.h      (also prints the checksums that quant_test.cpp holds, on stderr)
 """
 
 import sys

@@ -40,7 +40,11 @@ INPUTS = {
 
 
 def as_json(array):
-    return {"type": str(array.dtype), "shape": list(array.shape), "values": [float(str(x)) for x in array.ravel().astype(np.float32)]}
+    return {
+        "type": str(array.dtype),
+        "shape": list(array.shape),
+        "values": [float(str(x)) for x in array.ravel().astype(np.float32)],
+    }
 
 
 def run(op, attributes, inputs, num_outputs):

@@ -108,7 +108,9 @@ def llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
     return factors.astype(np.float32)
 
 
-def random_llama(seed: int, hidden: int = 256, layers: int = 2, positions: int = 256) -> tuple[dict, dict[str, np.ndarray]]:
+def random_llama(
+    seed: int, hidden: int = 256, layers: int = 2, positions: int = 256
+) -> tuple[dict, dict[str, np.ndarray]]:
     """A random llama whose widths suit every block format (multiples of 256)."""
     config = {
         "num_attention_heads": 4,

@@ -153,6 +153,7 @@ size_t prefix_reaching(std::span<Candidate> candidates, double target) {
 std::vector<Candidate> candidates_of_top_k(const Row& row, size_t k, double inverse_temperature) {
   const std::vector<uint64_t> keys = largest_keys(row, k);
   std::vector<float> logits;
+  logits.reserve(keys.size());
   for (const uint64_t key : keys) {
     logits.push_back(row.logits[static_cast<size_t>(id_of(key))]);
   }
