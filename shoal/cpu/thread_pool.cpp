@@ -23,6 +23,7 @@ inline void pause() {
 ThreadPool::ThreadPool(int num_threads) {
   require(num_threads >= 0 && num_threads <= 1024, "threads must be 0 (all) to 1024, not ", num_threads);
   const int count = num_threads > 0 ? num_threads : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  claims_ = std::make_unique<Claim[]>(static_cast<size_t>(count));
   workers_.reserve(static_cast<size_t>(count - 1));
   try {
     for (int thread_idx = 1; thread_idx < count; ++thread_idx) {
@@ -61,19 +62,22 @@ void ThreadPool::run(int64_t count, int64_t grain, Call call, void* body) {
     return;
   }
   job_ = {call, body, count, chunk};
-  num_pending_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+  num_done_.store(0, std::memory_order_relaxed);
+  uint64_t generation = 0;
   bool wake = false;
   {
     // The lock orders this store against a worker that is about to sleep.
     const std::lock_guard lock(mutex_);
-    generation_.fetch_add(1, std::memory_order_release);
+    generation = generation_.fetch_add(1, std::memory_order_release) + 1;
     wake = num_sleeping_ > 0;
   }
   if (wake) {
     wake_.notify_all();
   }
-  run_range(job_, 0);
-  for (int spin = 0; num_pending_.load(std::memory_order_acquire) != 0; ++spin) {
+  for (int range_idx = 0; range_idx < num_threads(); ++range_idx) {
+    take_range(generation, range_idx);
+  }
+  for (int spin = 0; num_done_.load(std::memory_order_acquire) != num_threads(); ++spin) {
     spin < kSpins ? pause() : std::this_thread::yield();
   }
   std::exception_ptr error;
@@ -100,23 +104,34 @@ void ThreadPool::work(int thread_idx) {
       wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
       --num_sleeping_;
     }
-    ++seen;  // a new generation starts only after every worker finished the last
+    seen = generation_.load(std::memory_order_acquire);
     if (stop_.load()) {
       return;
     }
-    run_range(job_, thread_idx);
-    num_pending_.fetch_sub(1, std::memory_order_acq_rel);
+    take_range(seen, thread_idx);
   }
 }
 
-void ThreadPool::run_range(const Job& job, int thread_idx) {
-  if (thread_idx >= ceil_div(job.count, job.chunk)) {
+// Runs the range unless somebody took it. A worker may come so late that its job is over: then the claim stands at that
+// job or a later one, since run() returns only after every range was taken and ended.
+void ThreadPool::take_range(uint64_t generation, int range_idx) {
+  std::atomic<uint64_t>& claim = claims_[static_cast<size_t>(range_idx)].generation;
+  uint64_t last = claim.load(std::memory_order_relaxed);
+  if (last >= generation || !claim.compare_exchange_strong(last, generation, std::memory_order_acq_rel)) {
     return;
   }
-  const int64_t begin = job.chunk * thread_idx;
+  run_range(job_, range_idx);
+  num_done_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void ThreadPool::run_range(const Job& job, int range_idx) {
+  if (range_idx >= ceil_div(job.count, job.chunk)) {
+    return;
+  }
+  const int64_t begin = job.chunk * range_idx;
   const int64_t end = begin + std::min(job.chunk, job.count - begin);
   try {
-    job.call(job.body, begin, end, thread_idx);
+    job.call(job.body, begin, end, range_idx);
   } catch (...) {
     const std::lock_guard lock(mutex_);
     if (!error_) {
