@@ -1,0 +1,54 @@
+"""Every operator of shoal on arrays of numpy, torch and whatever else speaks DLPack.
+
+    output, key_cache, value_cache = shoal.ops.paged_attention(query=q, key=k, value=v, key_cache=..., num_heads=32, ...)
+
+Inputs and attributes are keyword arguments under the names of the published schemas; what is optional defaults to None
+or to the schema's default. The result is the outputs in order: one array when there is one output, else a tuple, with
+None for one that does not apply. It is of the library that the inputs are of, all of one.
+
+- KV caches are changed in place and returned. States are new arrays unless `out=` names memory.
+- `out=` is one array or a tuple in output order, with None for a new array. A state's may be its own input.
+- Views, strides and any offsets are legal. Inputs are copied where an operator needs them otherwise; what must be
+  changed in place never is.
+- bfloat16, float8 and float4 are torch tensors or numpy arrays of `ml_dtypes` types.
+- A rejected call raises `InvalidArgument` (also a ValueError) that names the input or attribute, and writes nothing.
+  What is not supported raises `Unsupported` naming it. A missing or unknown keyword is a TypeError.
+- Calls run on SHOAL_THREADS threads (default: all cores), one at a time, without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from shoal.errors import InvalidArgument
+from shoal.ops import _missing
+from shoal.ops._call import describe_variant
+from shoal.ops.attention import paged_attention
+from shoal.ops.convolution import causal_conv_with_state, varlen_causal_conv_with_state
+
+for _name in _missing.NAMES:
+    globals()[_name] = _missing.missing(_name)
+
+__all__ = [
+    "causal_conv_with_state",
+    "explain",
+    "paged_attention",
+    "varlen_causal_conv_with_state",
+    *_missing.NAMES,
+]
+
+
+def explain(name: str, /, **arguments: Any) -> str:
+    """Which variant of operator `name` would run with these arguments, and why the faster ones were passed over.
+
+    Checks the call as the operator would (TypeError, InvalidArgument, Unsupported) and runs nothing.
+    """
+    function = globals().get(name) if name in __all__ else None
+    if function is None or name in ("explain", "quantize", "dequantize"):
+        raise InvalidArgument(f"explain: no operator {name!r}")
+    if name in _missing.NAMES:
+        function(**arguments)
+    bound = inspect.signature(function).bind(**arguments)
+    bound.apply_defaults()
+    return describe_variant(name, bound.arguments)

@@ -1,0 +1,28 @@
+"""Operators of the contracts that this build does not have: their names are there and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from shoal.errors import Unsupported
+
+NAMES = (
+    "sparse_paged_attention",
+    "dynamic_sparse_attention",
+    "packed_sparse_attention_indexer",
+    "sparse_attention_indexer",
+    "sparse_attention_selection_merge",
+    "packed_sparse_attention_indexer_merge",
+    "sparse_row_select",
+    "gated_latent_pool",
+)
+
+
+def missing(name: str) -> Callable[..., NoReturn]:
+    def operator(**arguments: Any) -> NoReturn:
+        raise Unsupported(f"{name}: this build has no such operator")
+
+    operator.__name__ = operator.__qualname__ = name
+    operator.__doc__ = f"Not in this build: raises `Unsupported` naming {name}."
+    return operator
