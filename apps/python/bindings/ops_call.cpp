@@ -272,6 +272,9 @@ TensorView placeholder(DType dtype, std::span<const int64_t> shape) {
 void bind_ops(nb::module_& module) {
   add_attention();
   add_convolutions();
+  add_formats();
+  add_products();
+  add_recurrences();
   nb::module_ ops = module.def_submodule("ops", "Operators by name; used by shoal.ops.");
   nb::class_<PythonCall>(ops, "Call")
       .def("outputs", &output_list)  // for each output (type, shape), or None where the call has no such output

@@ -158,5 +158,8 @@ size_t no_workspace(const Args&, int) {
 // One for each folder of operators.
 void add_attention();
 void add_convolutions();
+void add_formats();
+void add_products();
+void add_recurrences();
 
 }  // namespace shoal::python

@@ -1,6 +1,6 @@
 """Every operator of shoal on arrays of numpy, torch and whatever else speaks DLPack.
 
-    output, key_cache, value_cache = shoal.ops.paged_attention(query=q, key=k, value=v, key_cache=..., num_heads=32, ...)
+    output, key_cache, value_cache = shoal.ops.paged_attention(query=q, key=k, value=v, key_cache=..., num_heads=32)
 
 Inputs and attributes are keyword arguments under the names of the published schemas; what is optional defaults to None
 or to the schema's default. The result is the outputs in order: one array when there is one output, else a tuple, with
@@ -26,14 +26,27 @@ from shoal.ops import _missing
 from shoal.ops._call import describe_variant
 from shoal.ops.attention import paged_attention
 from shoal.ops.convolution import causal_conv_with_state, varlen_causal_conv_with_state
+from shoal.ops.formats import dequantize, quantize
+from shoal.ops.matmul import matmul_fp4, matmul_fp8, matmul_nbits, matmul_packed
+from shoal.ops.recurrence import gated_delta_net, linear_attention, linear_attention_gate, mamba2_verify
 
 for _name in _missing.NAMES:
     globals()[_name] = _missing.missing(_name)
 
 __all__ = [
     "causal_conv_with_state",
+    "dequantize",
     "explain",
+    "gated_delta_net",
+    "linear_attention",
+    "linear_attention_gate",
+    "mamba2_verify",
+    "matmul_fp4",
+    "matmul_fp8",
+    "matmul_nbits",
+    "matmul_packed",
     "paged_attention",
+    "quantize",
     "varlen_causal_conv_with_state",
     *_missing.NAMES,
 ]

@@ -71,7 +71,7 @@ class _Prepared:
             # A copy would keep the change from the caller.
             if not array.writable:
                 raise InvalidArgument(
-                    f"{self.op}: {array.name} is read-only or has odd strides, expected memory that can be changed in place"
+                    f"{self.op}: {array.name} is read-only or oddly strided, expected memory to change in place"
                 )
             if array.self_overlapping:
                 raise InvalidArgument(
@@ -104,9 +104,7 @@ class _Prepared:
                     f"{self.op}: {out.name} has elements that share memory, expected one place for each"
                 )
             if self.spec["uses"].get(alias) == "in_place" and out.view != self.arrays[alias].view:
-                raise InvalidArgument(
-                    f"{self.op}: {out.name} is other memory than {alias}, expected {alias} itself: it is changed in place"
-                )
+                raise InvalidArgument(f"{self.op}: {out.name} is other memory than {alias}, expected {alias} itself")
 
     def _works_in(self, out: Array, state: Array | None, taken: list[Array]) -> bool:
         """Whether the operator may write into this memory at once; otherwise the result is copied there at the end."""
