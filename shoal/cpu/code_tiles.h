@@ -55,7 +55,7 @@ SHOAL_INLINE __m512i four_rows(const uint8_t* const* rows, int first, int64_t at
   return _mm512_inserti32x4(v, row(3), 3);
 }
 // 16 bytes of every row to four words.
-SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, uint32_t* words) {
+SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, Words (&words)[4]) {
   const __m512i a = four_rows(rows, 0, at);
   const __m512i b = four_rows(rows, 1, at);
   const __m512i c = four_rows(rows, 2, at);
@@ -64,10 +64,10 @@ SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, uint32_
   const __m512i ab_high = _mm512_unpackhi_epi32(a, b);
   const __m512i cd_low = _mm512_unpacklo_epi32(c, d);
   const __m512i cd_high = _mm512_unpackhi_epi32(c, d);
-  store_words(words, {_mm512_unpacklo_epi64(ab_low, cd_low)});
-  store_words(words + kLanes, {_mm512_unpackhi_epi64(ab_low, cd_low)});
-  store_words(words + 2 * kLanes, {_mm512_unpacklo_epi64(ab_high, cd_high)});
-  store_words(words + 3 * kLanes, {_mm512_unpackhi_epi64(ab_high, cd_high)});
+  words[0] = {_mm512_unpacklo_epi64(ab_low, cd_low)};
+  words[1] = {_mm512_unpackhi_epi64(ab_low, cd_low)};
+  words[2] = {_mm512_unpacklo_epi64(ab_high, cd_high)};
+  words[3] = {_mm512_unpackhi_epi64(ab_high, cd_high)};
 }
 
 #elif defined(SHOAL_ISA_AVX2)
@@ -99,7 +99,7 @@ SHOAL_INLINE Words look_up(Words codes, const uint8_t* table) {
                               codes.v)};
 }
 // 16 bytes of every row to four words.
-SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, uint32_t* words) {
+SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, Words (&words)[4]) {
   const auto row = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)); };
   const __m256i a = _mm256_set_m128i(row(4), row(0));
   const __m256i b = _mm256_set_m128i(row(5), row(1));
@@ -109,10 +109,10 @@ SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, uint32_
   const __m256i ab_high = _mm256_unpackhi_epi32(a, b);
   const __m256i cd_low = _mm256_unpacklo_epi32(c, d);
   const __m256i cd_high = _mm256_unpackhi_epi32(c, d);
-  store_words(words, {_mm256_unpacklo_epi64(ab_low, cd_low)});
-  store_words(words + kLanes, {_mm256_unpackhi_epi64(ab_low, cd_low)});
-  store_words(words + 2 * kLanes, {_mm256_unpacklo_epi64(ab_high, cd_high)});
-  store_words(words + 3 * kLanes, {_mm256_unpackhi_epi64(ab_high, cd_high)});
+  words[0] = {_mm256_unpacklo_epi64(ab_low, cd_low)};
+  words[1] = {_mm256_unpackhi_epi64(ab_low, cd_low)};
+  words[2] = {_mm256_unpacklo_epi64(ab_high, cd_high)};
+  words[3] = {_mm256_unpackhi_epi64(ab_high, cd_high)};
 }
 
 #else
@@ -173,10 +173,10 @@ SHOAL_INLINE Words look_up(const Words& codes, const uint8_t* table) {
     return word;
   });
 }
-SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, uint32_t* words) {
+SHOAL_INLINE void transpose_unit(const uint8_t* const* rows, int64_t at, Words (&words)[4]) {
   for (int lane = 0; lane < kLanes; ++lane) {
     for (int w = 0; w < 4; ++w) {
-      std::memcpy(words + w * kLanes + lane, rows[lane] + at + 4 * w, 4);
+      std::memcpy(&words[w].v[lane], rows[lane] + at + 4 * w, 4);
     }
   }
 }
@@ -211,59 +211,88 @@ struct CodeRows {
   int64_t n = 0;
 };
 
+// Where rows first ... of a group start; rows behind the last repeat it.
+SHOAL_INLINE void start_of_rows(const CodeRows& rows, int64_t first, const uint8_t* (&starts)[kLanes]) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int64_t row = first + lane < rows.n ? first + lane : rows.n - 1;
+    starts[lane] = rows.data + row * rows.row_bytes;
+  }
+}
+
 // Four codes of 3 bits from the lowest 12, one a byte.
 SHOAL_INLINE Words spread_3_bits(Words a) {
   return (a & splat_word(7)) | shift_left<5>(a & splat_word(7u << 3)) | shift_left<10>(a & splat_word(7u << 6)) |
          shift_left<15>(a & splat_word(7u << 9));
 }
 
-// Unpacks `count` codes (at most 128, rounded up to 32) of rows n ... from column k, a multiple of 128, on. Rows behind
-// the last repeat it; codes behind the end of a row are 0.
+// Codes of 2, 4 or 8 bits: a transposed word holds 8 / bits words of codes, interleaved.
 template <int kBits>
-SHOAL_INLINE void unpack_codes(const CodeRows& rows, int64_t n, int64_t k, int64_t count, uint32_t* words) {
-  const int64_t first = k / 8 * kBits;
-  const int64_t num_units = (count * kBits / 8 + kUnitBytes - 1) / kUnitBytes;
-  const int64_t wanted = num_units * kUnitBytes;
-  const int64_t left = rows.row_bytes - first;
-  const uint8_t* at[kLanes];
-  alignas(64) uint8_t padded[kLanes][kBits * kUnitBytes];
+SHOAL_INLINE Words part_of_word(Words word, int part) {
+  if constexpr (kBits == 8) {
+    return word;
+  } else if constexpr (kBits == 4) {
+    return (part == 0 ? word : shift_right<4>(word)) & splat_word(0x0f0f0f0f);
+  } else {
+    const Words shifted = part == 0   ? word
+                          : part == 1 ? shift_right<2>(word)
+                          : part == 2 ? shift_right<4>(word)
+                                      : shift_right<6>(word);
+    return shifted & splat_word(0x03030303);
+  }
+}
+
+// Asks for what a group's rows hold two chunks further: hardware does not follow as many streams. Behind the end of
+// memory it does nothing.
+template <int kBits>
+SHOAL_INLINE void prefetch_codes(const uint8_t* const (&starts)[kLanes], int64_t k) {
+  const int64_t at = k / 8 * kBits + 2 * kBits * kUnitBytes;
   for (int lane = 0; lane < kLanes; ++lane) {
-    const int64_t row = n + lane < rows.n ? n + lane : rows.n - 1;
-    at[lane] = rows.data + row * rows.row_bytes + first;
-    if (left < wanted) {
+    for (int line = 0; line < kBits * kUnitBytes; line += 64) {
+      __builtin_prefetch(starts[lane] + at + line);
+    }
+  }
+}
+
+// Unpacks `count` codes (at most 128, rounded up to 32) of a group's rows from column k, a multiple of 128, on. Codes
+// behind the end of a row are 0.
+template <int kBits>
+SHOAL_INLINE void unpack_codes(const uint8_t* const (&starts)[kLanes], int64_t row_bytes, int64_t k, int64_t count,
+                               uint32_t* words) {
+  int64_t first = k / 8 * kBits;
+  const int64_t num_units = (count * kBits / 8 + kUnitBytes - 1) / kUnitBytes;
+  const int64_t left = row_bytes - first;
+  const uint8_t* const* rows = starts;
+  const uint8_t* padded_rows[kLanes];
+  alignas(64) uint8_t padded[kLanes][kBits * kUnitBytes];
+  if (left < num_units * kUnitBytes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
       std::memset(padded[lane], 0, sizeof(padded[lane]));
       if (left > 0) {
-        std::memcpy(padded[lane], at[lane], static_cast<size_t>(left));
+        std::memcpy(padded[lane], starts[lane] + first, static_cast<size_t>(left));
       }
-      at[lane] = padded[lane];
+      padded_rows[lane] = padded[lane];
     }
+    rows = padded_rows;
+    first = 0;
+  } else {
+    prefetch_codes<kBits>(starts, k);
   }
-  if constexpr (kBits == 8) {
-    for (int64_t u = 0; u < num_units; ++u) {
-      transpose_unit(at, u * kUnitBytes, words + u * 4 * kLanes);
-    }
-    return;
-  }
-  alignas(64) uint32_t raw[kBits * 4 * kLanes];
+  alignas(64) uint32_t raw[kBits == 3 ? 12 * kLanes : 1];
   for (int64_t u = 0; u < num_units; ++u) {
-    transpose_unit(at, u * kUnitBytes, raw + u * 4 * kLanes);
+    Words unit[4];
+    transpose_unit(rows, first + u * kUnitBytes, unit);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kBits != 3) {
+        constexpr int kParts = 8 / kBits;
+        for (int part = 0; part < kParts; ++part) {
+          store_words(words + (kParts * (4 * u + i) + part) * kLanes, part_of_word<kBits>(unit[i], part));
+        }
+      } else {
+        store_words(raw + (4 * u + i) * kLanes, unit[i]);
+      }
+    }
   }
-  if constexpr (kBits == 4) {
-    for (int64_t i = 0; i < num_units * 4; ++i) {
-      const Words v = load_words(raw + i * kLanes);
-      store_words(words + 2 * i * kLanes, v & splat_word(0x0f0f0f0f));
-      store_words(words + (2 * i + 1) * kLanes, shift_right<4>(v) & splat_word(0x0f0f0f0f));
-    }
-  } else if constexpr (kBits == 2) {
-    for (int64_t i = 0; i < (count + 15) / 16; ++i) {
-      const Words v = load_words(raw + i * kLanes);
-      uint32_t* to = words + 4 * i * kLanes;
-      store_words(to, v & splat_word(0x03030303));
-      store_words(to + kLanes, shift_right<2>(v) & splat_word(0x03030303));
-      store_words(to + 2 * kLanes, shift_right<4>(v) & splat_word(0x03030303));
-      store_words(to + 3 * kLanes, shift_right<6>(v) & splat_word(0x03030303));
-    }
-  } else if constexpr (kBits == 3) {
+  if constexpr (kBits == 3) {
     for (int64_t i = 0; i < (count + 31) / 32; ++i) {  // 32 codes are three words
       const uint32_t* from = raw + 3 * i * kLanes;
       uint32_t* to = words + 8 * i * kLanes;

@@ -43,7 +43,10 @@ class Fp4Weights {
 
   // Not inlined: it is long, and each of its callers would have a copy.
   [[gnu::noinline]] void load(int slot, int64_t n, int64_t k, int64_t count) {
-    unpack_codes<4>(codes_, n, k, count, words_[slot]);
+    if (k == 0) {
+      start_of_rows(codes_, n, starts_[slot]);
+    }
+    unpack_codes<4>(starts_[slot], codes_.row_bytes, k, count, words_[slot]);
     for (int64_t w = 0; w < count / 4; ++w) {
       uint32_t* word = words_[slot] + w * kLanes;
       store_words(word, look_up(load_words(word), kShiftedNumbers));
@@ -88,6 +91,7 @@ class Fp4Weights {
 
   const MatMulFp4Problem& problem_;
   CodeRows codes_;
+  const uint8_t* starts_[kSlots][kLanes];
   Floats global_;
   alignas(64) uint32_t words_[kSlots][kChunkWords * kLanes];
   alignas(64) float half_scales_[kSlots][kPerColumn ? kCodeChunk : kCodeChunk / 16][kLanes];

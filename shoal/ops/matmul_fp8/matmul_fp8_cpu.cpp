@@ -26,7 +26,10 @@ class Fp8Weights {
 
   // Not inlined: it is long, and each of its callers would have a copy.
   [[gnu::noinline]] void load(int slot, int64_t n, int64_t k, int64_t count) {
-    unpack_codes<8>(codes_, n, k, count, words_[slot]);
+    if (k == 0) {
+      start_of_rows(codes_, n, starts_[slot]);
+    }
+    unpack_codes<8>(starts_[slot], codes_.row_bytes, k, count, words_[slot]);
     constexpr int64_t kStep = kPerColumn ? 1 : 16;
     for (int64_t p = 0; p < count; p += kStep) {
       const int64_t block = (k + p) / problem_.args.block_size;
@@ -60,6 +63,7 @@ class Fp8Weights {
  private:
   const MatMulFp8Problem& problem_;
   CodeRows codes_;
+  const uint8_t* starts_[kSlots][kLanes];
   alignas(64) uint32_t words_[kSlots][kChunkWords * kLanes];
   alignas(64) float scales_[kSlots][kPerColumn ? kCodeChunk : kCodeChunk / 16][kLanes];
 };

@@ -30,12 +30,19 @@ class NBitsWeights {
   explicit NBitsWeights(const MatMulNBitsProblem& problem)
       : problem_(problem),
         codes_{static_cast<const uint8_t*>(problem.args.B.data), problem.row_bytes, problem.args.N},
-        shift_(__builtin_ctzll(
-            static_cast<uint64_t>(problem.args.block_size < kCodeChunk ? problem.args.block_size : kCodeChunk))) {}
+        block_shift_(__builtin_ctzll(static_cast<uint64_t>(problem.args.block_size))),
+        shift_(problem.args.block_size < kCodeChunk ? block_shift_ : 7) {
+    static_assert(kCodeChunk == 1 << 7);
+  }
 
   // Not inlined: it is long, and each of its callers would have a copy.
   [[gnu::noinline]] void load(int slot, int64_t n, int64_t k, int64_t count) {
-    unpack_codes<kBits>(codes_, n, k, count, words_[slot]);
+    load_entries(slot, n, k, count);
+    unpack_codes<kBits>(starts_[slot], codes_.row_bytes, k, count, words_[slot]);
+  }
+
+  // Scales and zeros alone.
+  [[gnu::noinline]] void load_entries(int slot, int64_t n, int64_t k, int64_t count) {
     if (k == 0) {
       start_rows(slot, n);
     }
@@ -47,8 +54,12 @@ class NBitsWeights {
       }
       return;
     }
-    for (int64_t entry = 0; entry << shift_ < count; ++entry) {
-      const int64_t block = (k + (entry << shift_)) / problem_.args.block_size;
+    int64_t entry = 0;
+    if constexpr (kForm != Form::kPerColumn) {
+      entry = read_four_entries(slot, k >> block_shift_, count >> shift_);
+    }
+    for (; entry << shift_ < count; ++entry) {
+      const int64_t block = (k + (entry << shift_)) >> block_shift_;
       read_entry(slot, entry, block < problem_.k_blocks ? block : problem_.k_blocks - 1);
     }
   }
@@ -80,6 +91,12 @@ class NBitsWeights {
 
   // For integer products: zeros as they are (kPlain).
   int64_t segment() const { return int64_t{1} << shift_; }
+  const uint8_t* const* starts(int slot) const { return starts_[slot]; }
+  // Columns k ... k + count - 1 can be read from B as they are, and no unit has codes of two segments.
+  bool has_whole_units(int64_t k, int64_t count) const {
+    constexpr int64_t kUnitCodes = kUnitBytes * 8 / kBits;
+    return segment() >= kUnitCodes && count % kUnitCodes == 0 && (k + count) / 8 * kBits <= codes_.row_bytes;
+  }
   const uint32_t* words(int slot) const { return words_[slot]; }
   SHOAL_INLINE Floats scale(int slot, int64_t at) const { return SHOAL_ISA::load(scales_[slot][at >> shift_]); }
   SHOAL_INLINE Floats zero(int slot, int64_t at) const { return SHOAL_ISA::load(zeros_[slot][at >> shift_]); }
@@ -89,7 +106,8 @@ class NBitsWeights {
   static constexpr int64_t kEntries = kForm == Form::kPerColumn ? kCodeChunk : kCodeChunk / 16;
 
   // What stays the same for all chunks of a group.
-  SHOAL_INLINE void start_rows(int slot, int64_t n) {
+  void start_rows(int slot, int64_t n) {
+    start_of_rows(codes_, n, starts_[slot]);
     const int64_t last = problem_.args.N - 1;
     for (int lane = 0; lane < kLanes; ++lane) {
       const int64_t row = n + lane < last ? n + lane : last;
@@ -120,6 +138,33 @@ class NBitsWeights {
     }
   }
 
+  // Scales of entries 0 ... from `block` on, four at a time, as far as that goes: f32 scales with default zeros only,
+  // as a transposition. Returns the number read.
+  SHOAL_INLINE int64_t read_four_entries(int slot, int64_t block, int64_t num_entries) {
+    const MatMulNBitsArgs& args = problem_.args;
+    if (args.scales.dtype != DType::kF32 || !has_default_zeros()) {
+      return 0;
+    }
+    const uint8_t* rows[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      rows[lane] =
+          reinterpret_cast<const uint8_t*>(static_cast<const float*>(args.scales.data) + table_rows_[slot][lane]);
+    }
+    int64_t entry = 0;
+    for (; entry + 4 <= num_entries && block + entry + 4 <= problem_.k_blocks; entry += 4) {
+      Words unit[4];
+      transpose_unit(rows, (block + entry) * static_cast<int64_t>(sizeof(float)), unit);
+      for (int i = 0; i < 4; ++i) {
+        const Floats scales = as_floats(unit[i]);
+        store(scales_[slot][entry + i], scales);
+        if constexpr (kForm == Form::kFolded) {
+          store(zeros_[slot][entry + i], scales * splat(-static_cast<float>(1 << (kBits - 1))));
+        }
+      }
+    }
+    return entry;
+  }
+
   // Scales and zeros of `block`.
   [[gnu::noinline]] void read_entry(int slot, int64_t entry, int64_t block) {
     float* scales = scales_[slot][entry];
@@ -148,7 +193,9 @@ class NBitsWeights {
 
   const MatMulNBitsProblem& problem_;
   CodeRows codes_;
-  int shift_;  // columns that share an entry, as a power of two
+  int block_shift_;  // the block size, as a power of two: a division would cost more than an entry
+  int shift_;        // columns that share an entry, as a power of two
+  const uint8_t* starts_[kSlots][kLanes];
   int64_t table_rows_[kSlots][kLanes];
   int64_t packed_rows_[kSlots][kLanes];
   alignas(64) uint32_t words_[kSlots][kChunkWords * kLanes];

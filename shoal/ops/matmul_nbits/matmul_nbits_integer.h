@@ -35,6 +35,18 @@ SHOAL_INLINE void dot_words(const uint32_t* const (&words)[NumGroups], const int
     }
   }
 }
+
+// The same for one unit of a single row and group: its words need no memory between unpacking and product.
+template <int kBits>
+SHOAL_INLINE void dot_unit(const Words (&unit)[4], const int8_t* q, Words& dot) {
+  constexpr int kParts = 8 / kBits;
+  for (int i = 0; i < 4; ++i) {
+    for (int part = 0; part < kParts; ++part) {
+      const Words w = part_of_word<kBits>(unit[i], part);
+      dot.v = _mm512_dpbusd_epi32(dot.v, w.v, splat_word(four_codes(q + 4 * (kParts * i + part))).v);
+    }
+  }
+}
 constexpr int kCodeOffset8 = 0;
 
 #elif defined(SHOAL_ISA_AVX2)
@@ -47,6 +59,7 @@ SHOAL_INLINE void dot_words(const uint32_t* const (&words)[NumGroups], const int
     // The instruction multiplies unsigned by signed bytes and saturates pairs at 16 bits: 255 * 127 * 2 is too much, so
     // codes are taken minus 128, their magnitudes (at most 128) times activations with their signs.
     const __m256i offset = _mm256_set1_epi8(static_cast<char>(-128));
+#pragma GCC unroll 4
     for (int64_t i = 0; i < num_words; ++i) {
       __m256i w[NumGroups];
       __m256i magnitude[NumGroups];
@@ -72,6 +85,7 @@ SHOAL_INLINE void dot_words(const uint32_t* const (&words)[NumGroups], const int
           pairs[r][g] = _mm256_setzero_si256();
         }
       }
+#pragma GCC unroll 4
       for (int64_t i = first; i < last; ++i) {
         Words w[NumGroups];
         for (int g = 0; g < NumGroups; ++g) {
@@ -90,6 +104,32 @@ SHOAL_INLINE void dot_words(const uint32_t* const (&words)[NumGroups], const int
         }
       }
     }
+  }
+}
+
+// The same for one unit of a single row and group: its words need no memory between unpacking and product.
+template <int kBits>
+SHOAL_INLINE void dot_unit(const Words (&unit)[4], const int8_t* q, Words& dot) {
+  constexpr int kParts = 8 / kBits;
+  const __m256i ones = _mm256_set1_epi16(1);
+  if constexpr (kBits == 8) {
+    const __m256i offset = _mm256_set1_epi8(static_cast<char>(-128));
+    for (int i = 0; i < 4; ++i) {
+      const __m256i w = _mm256_xor_si256(unit[i].v, offset);
+      const __m256i signed_q = _mm256_sign_epi8(splat_word(four_codes(q + 4 * i)).v, w);
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_q);
+      dot.v = _mm256_add_epi32(dot.v, _mm256_madd_epi16(pairs, ones));
+    }
+  } else {
+    __m256i pairs = _mm256_setzero_si256();  // a unit's sums fit 16 bits: 8 * 2 * 15 * 127, 16 * 2 * 3 * 127
+    for (int i = 0; i < 4; ++i) {
+      for (int part = 0; part < kParts; ++part) {
+        const Words w = part_of_word<kBits>(unit[i], part);
+        const Words codes = splat_word(four_codes(q + 4 * (kParts * i + part)));
+        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.v, codes.v));
+      }
+    }
+    dot.v = _mm256_add_epi32(dot.v, _mm256_madd_epi16(pairs, ones));
   }
 }
 constexpr int kCodeOffset8 = 128;
@@ -119,6 +159,18 @@ constexpr int kCodeOffset8 = 0;
 
 #endif
 
+// Adds a segment's products to the sums of one row and group.
+template <class Weights>
+SHOAL_INLINE void add_segment(const Weights& weights, int slot, int64_t at, Words dot_word, Floats row_scale,
+                              Floats minus_row_sum, float* sums) {
+  Floats dot = to_floats(dot_word);
+  if constexpr (Weights::kBits == 8 && kCodeOffset8 != 0) {
+    dot = dot - minus_row_sum * splat(static_cast<float>(kCodeOffset8));  // exact: below 2^24
+  }
+  dot = fma(minus_row_sum, weights.zero(slot, at), dot);
+  store(sums, fma(dot, weights.scale(slot, at) * row_scale, load(sums)));
+}
+
 // One chunk of at most 128 columns: rows row_idx ... of NumGroups groups.
 template <class Weights, int NumRows, int NumGroups>
 SHOAL_INLINE void integer_tile(const Weights& weights, const cpu::ProductRows& rows, const QuantisedRows& quantised,
@@ -144,13 +196,7 @@ SHOAL_INLINE void integer_tile(const Weights& weights, const cpu::ProductRows& r
       const Floats row_scale = splat(quantised.scales[idx]);
       const Floats row_sum = splat(-quantised.sums[idx]);
       for (int g = 0; g < NumGroups; ++g) {
-        Floats dot = to_floats(dots[r][g]);
-        if constexpr (Weights::kBits == 8 && kCodeOffset8 != 0) {
-          dot = dot - row_sum * splat(static_cast<float>(kCodeOffset8));  // exact: below 2^24
-        }
-        dot = fma(row_sum, weights.zero(g, at), dot);
-        float* sum = sums + r * kTileOutputs + g * kLanes;
-        store(sum, fma(dot, weights.scale(g, at) * row_scale, load(sum)));
+        add_segment(weights, g, at, dots[r][g], row_scale, row_sum, sums + r * kTileOutputs + g * kLanes);
       }
     }
   }
@@ -172,6 +218,56 @@ static void integer_rows(const Weights& weights, const cpu::ProductRows& rows, c
   }
 }
 
+#if !defined(SHOAL_ISA_SCALAR)
+// A chunk that lies within its rows, of a single row of activations; segments are whole units.
+template <class Weights, int NumGroups>
+static void integer_single(Weights& weights, const QuantisedRows& quantised, int64_t k, int64_t count, float* sums) {
+  constexpr int kBits = Weights::kBits;
+  constexpr int64_t kUnitCodes = kUnitBytes * 8 / kBits;
+  const int64_t segment = weights.segment();
+  for (int64_t at = 0; at < count; at += segment) {
+    const int64_t end = count - at < segment ? count : at + segment;
+    Words dots[NumGroups];
+    for (int g = 0; g < NumGroups; ++g) {
+      dots[g] = splat_word(0);
+    }
+    for (int64_t i = at; i < end; i += kUnitCodes) {
+      for (int g = 0; g < NumGroups; ++g) {
+        Words unit[4];
+        transpose_unit(weights.starts(g), (k + i) / 8 * kBits, unit);
+        dot_unit<kBits>(unit, quantised.codes + k + i, dots[g]);
+      }
+    }
+    const int64_t idx = (k + at) / segment;
+    for (int g = 0; g < NumGroups; ++g) {
+      add_segment(weights, g, at, dots[g], splat(quantised.scales[idx]), splat(-quantised.sums[idx]),
+                  sums + g * kLanes);
+    }
+  }
+}
+#endif
+
+// Products with the rows' codes of one chunk.
+template <class Weights, int NumGroups>
+SHOAL_INLINE void integer_chunk(Weights& weights, const cpu::ProductRows& rows, const QuantisedRows& quantised,
+                                int64_t n, int64_t k, int64_t count, float* sums) {
+#if !defined(SHOAL_ISA_SCALAR)
+  if constexpr (Weights::kBits != 3) {
+    if (rows.count == 1 && weights.has_whole_units(k, count)) {
+      for (int g = 0; g < NumGroups; ++g) {
+        weights.load_entries(g, n + g * kLanes, k, count);
+      }
+      integer_single<Weights, NumGroups>(weights, quantised, k, count, sums);
+      return;
+    }
+  }
+#endif
+  for (int g = 0; g < NumGroups; ++g) {
+    weights.load(g, n + g * kLanes, k, count);
+  }
+  integer_rows<Weights, NumGroups>(weights, rows, quantised, k, count, sums);
+}
+
 template <class Weights>
 static void integer_outputs(Weights& weights, const cpu::ProductRows& rows, const QuantisedRows& quantised,
                             const cpu::ProductOut& out, int64_t begin, int64_t end) {
@@ -181,13 +277,10 @@ static void integer_outputs(Weights& weights, const cpu::ProductRows& rows, cons
     std::memset(sums, 0, static_cast<size_t>(rows.count * kTileOutputs) * sizeof(float));
     for (int64_t k = 0; k < rows.stride; k += kCodeChunk) {
       const int64_t count = rows.stride - k < kCodeChunk ? rows.stride - k : kCodeChunk;
-      for (int g = 0; g < num_groups; ++g) {
-        weights.load(g, n + g * kLanes, k, count);
-      }
       if (num_groups == 2) {
-        integer_rows<Weights, 2>(weights, rows, quantised, k, count, sums);
+        integer_chunk<Weights, 2>(weights, rows, quantised, n, k, count, sums);
       } else {
-        integer_rows<Weights, 1>(weights, rows, quantised, k, count, sums);
+        integer_chunk<Weights, 1>(weights, rows, quantised, n, k, count, sums);
       }
     }
     for (int64_t row_idx = 0; row_idx < rows.count; ++row_idx) {

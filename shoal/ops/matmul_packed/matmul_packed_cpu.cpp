@@ -56,7 +56,11 @@ class PackedWeights {
       rows[lane] = reinterpret_cast<const uint8_t*>(values_[slot][lane] + at);
     }
     for (int64_t i = 0; i < count; i += 4) {  // a unit is 16 bytes: 4 values
-      transpose_unit(rows, i * 4, reinterpret_cast<uint32_t*>(tile) + i * kLanes);
+      Words unit[4];
+      transpose_unit(rows, i * 4, unit);
+      for (int j = 0; j < 4; ++j) {
+        store(tile + (i + j) * kLanes, as_floats(unit[j]));
+      }
     }
   }
 
