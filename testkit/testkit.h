@@ -31,8 +31,10 @@ class Random {
 template <class T>
 class Guarded {
  public:
-  explicit Guarded(size_t count) : count_(count), bytes_(count * sizeof(T) + 2 * kGuard, kGuardByte) {
-    std::memset(bytes_.data() + kGuard, 0xff, count * sizeof(T));
+  explicit Guarded(size_t count) : count_(count), bytes_(count * sizeof(T) + 2 * kGuard, 0xff) {
+    for (size_t i = 0; i < kGuard; ++i) {
+      bytes_[i] = bytes_[bytes_.size() - 1 - i] = kGuardByte;
+    }
   }
   T* data() { return reinterpret_cast<T*>(bytes_.data() + kGuard); }
   std::span<T> span() { return {data(), count_}; }
