@@ -108,4 +108,8 @@ void encode_row(Format format, const float* values, int64_t k, std::byte* row) {
   });
 }
 
+void wrong_kind_of_format(Format format) {
+  fail(ErrorCode::kInternal, "format ", static_cast<int>(format), " is of another kind than this code handles");
+}
+
 }  // namespace shoal

@@ -48,7 +48,7 @@ def emit(name: str, cls) -> None:
     grid = cls.grid.reshape(points, values)
     levels = list(cls.grid_map)
     bits = 16 // values
-    print(f"inline constexpr Grid<{points}, {values}> k{name}(")
+    print(f"constexpr Grid<{points}, {values}> k{name}(")
     print("    {", end="")
     for point in range(points):
         packed = sum(levels.index(int(v)) << (bits * i) for i, v in enumerate(grid[point]))

@@ -32,6 +32,10 @@
 
 namespace shoal {
 
+// Throws kInternal. Out of line: a source compiled per instruction set must not bring its own copy of what fail()
+// needs.
+[[noreturn]] void wrong_kind_of_format(Format format);
+
 // Calls visitor.operator()<Struct>() with the format's struct and returns what it returns:
 //
 //   visit_format(format, [&]<class F>() { F::decode(block, values); });
@@ -47,7 +51,7 @@ decltype(auto) visit_format(Format format, Visitor&& visitor) {
 #undef SHOAL_FORMAT
     default: break;
   }
-  fail(ErrorCode::kInternal, "visit_format: ", static_cast<int>(format), " is no plain or block format");
+  wrong_kind_of_format(format);
 }
 
 // The same for scaled formats; any other is kInternal.
@@ -63,7 +67,7 @@ decltype(auto) visit_scaled_format(Format format, Visitor&& visitor) {
 #undef SHOAL_SCALED_FORMAT
     default: break;
   }
-  fail(ErrorCode::kInternal, "visit_scaled_format: ", static_cast<int>(format), " is no scaled format");
+  wrong_kind_of_format(format);
 }
 
 }  // namespace shoal
