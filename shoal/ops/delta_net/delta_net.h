@@ -38,12 +38,12 @@ namespace shoal {
 // Malformed cu_seqlens never raise: values are clamped to [0, T], an end before its start makes an empty sequence.
 // Tokens of no sequence stay as they were, tokens of several hold the result of the last.
 struct GatedDeltaNetArgs {
-  TensorView output{};        // [T, Hv, Dv]
-  TensorView final_state{};   // [B, Hv, Dv, Dk] f32; an empty sequence's is its initial state. May be absent
-  TensorView state_update{};  // [B, C * (decay_width + Hk * Dk + Hv * Dv)] f32, C = state_update_capacity: for the
-                              // first min(capture_count, C, length) tokens exp(g) [C, Hv] (or [C, Hv, Dk] with a decay
-                              // per key), then k [C, Hk, Dk] (normalised), then delta [C, Hv, Dv]; the rest is zero.
-                              // Exists iff C > 0; may be absent then
+  TensorView output{};         // [T, Hv, Dv]
+  TensorView final_state{};    // [B, Hv, Dv, Dk] f32; an empty sequence's is its initial state. May be absent
+  TensorView state_update{};   // [B, C * (decay_width + Hk * Dk + Hv * Dv)] f32, C = state_update_capacity: for the
+                               // first min(capture_count, C, length) tokens exp(g) [C, Hv] (or [C, Hv, Dk] with a decay
+                               // per key), then k [C, Hk, Dk] (normalised), then delta [C, Hv, Dv]; the rest is zero.
+                               // Exists iff C > 0; may be absent then
   TensorView query{};          // [T, Hq, Dk]; packed, without key and value: [T, 2 * Hq * Dk + Hv * Dv]
   TensorView key{};            // [T, Hq, Dk]
   TensorView value{};          // [T, Hv, Dv]

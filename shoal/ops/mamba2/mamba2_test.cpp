@@ -350,9 +350,10 @@ TEST(Mamba2Verify, Rejections) {
   EXPECT_EQ(error([](auto& a) { a.time_step_min = NAN; }),
             op + "time_step_min is nan, expected a finite value of at least 0");
   EXPECT_EQ(error([](auto& a) { a.head_dim = 0; }), op + "head_dim is 0, expected more than 0");
-  for (const auto& [name, member] :
+  for (const auto& entry :
        {std::pair{"head_dim", &Mamba2VerifyArgs::head_dim}, {"d_state", &Mamba2VerifyArgs::d_state}}) {
-    testkit::expect_error(ErrorCode::kUnsupported, op + name + " is 32, only ", [&] {
+    const auto member = entry.second;
+    testkit::expect_error(ErrorCode::kUnsupported, op + entry.first + " is 32, only ", [&] {
       Mamba2VerifyArgs args = good;
       args.*member = 32;
       mamba2_verify(args, {.pool = &pool()});
