@@ -43,7 +43,8 @@ TensorView to_view(std::string_view op, std::string_view name, const nb::tuple& 
     extents.push_back(nb::cast<int64_t>(extent));
   }
   TensorView view(reinterpret_cast<void*>(nb::cast<uintptr_t>(array[0])), *dtype, extents);
-  for (size_t axis = 0; axis < extents.size(); ++axis) {
+  // Without elements any strides mean the same, and numpy's are 0: row-major ones then.
+  for (size_t axis = 0; axis < extents.size() && view.num_elements() > 0; ++axis) {
     view.strides[axis] = nb::cast<int64_t>(strides[axis]);
   }
   return view;
