@@ -46,7 +46,7 @@ def paged_attention(
     """q [tokens, N, H]; caches [P, S, Nk, H] in float64 after the append; -> [tokens, N * H]."""
     num_tokens, num_heads, head_size = q.shape
     page_size, group = k_cache.shape[1], num_heads // k_cache.shape[2]
-    scale = 1 / np.sqrt(head_size) if not scale else scale
+    scale = scale if scale else 1 / np.sqrt(head_size)
     result = np.zeros((num_tokens, num_heads, head_size))
     for b in range(len(past)):
         total = past[b] + cu[b + 1] - cu[b]

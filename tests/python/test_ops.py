@@ -150,7 +150,7 @@ def test_other_libraries_devices_and_mixtures() -> None:
     result = ops.causal_conv_with_state(input=Speaks(x), weight=Speaks(weight))
     assert isinstance(result[0], Speaks) and isinstance(result[1], Speaks)
     assert result[0].array.tobytes() == ops.causal_conv_with_state(input=x, weight=weight)[0].tobytes()
-    with pytest.raises(InvalidArgument, match="weight.*one library"):
+    with pytest.raises(InvalidArgument, match=r"weight.*one library"):
         ops.causal_conv_with_state(input=Speaks(x), weight=weight)
     with pytest.raises(Unsupported, match=r"input.*cuda:0"):
         ops.causal_conv_with_state(input=Speaks(x, (2, 0)), weight=Speaks(weight))
@@ -168,7 +168,7 @@ def test_torch_tensors() -> None:
     out = torch.zeros(2, 3, 10, dtype=torch.bfloat16)[:, :, ::2]
     assert ops.causal_conv_with_state(input=x, weight=weight, out=out)[0] is out
     assert torch.equal(out, output)
-    with pytest.raises(InvalidArgument, match="weight.*one library"):
+    with pytest.raises(InvalidArgument, match=r"weight.*one library"):
         ops.causal_conv_with_state(input=x, weight=weight.float().numpy())
     parts = ops.quantize("fp8_e4m3", x.float().reshape(2, 15))
     assert parts["codes"].dtype == torch.float8_e4m3fn
