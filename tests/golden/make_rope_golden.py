@@ -1,6 +1,6 @@
 """Writes rope_golden.h: inverse frequencies and attention factors of transformers' ROPE_INIT_FUNCTIONS.
 
-    python tests/golden/make_rope_golden.py > tests/golden/rope_golden.h     (needs torch and transformers)
+python tests/golden/make_rope_golden.py > tests/golden/rope_golden.h     (needs torch and transformers)
 """
 
 import math
