@@ -17,7 +17,7 @@ TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5}
 CONTRACT = """
 paged_attention sparse_paged_attention dynamic_sparse_attention packed_sparse_attention_indexer sparse_attention_indexer
 sparse_attention_selection_merge packed_sparse_attention_indexer_merge sparse_row_select gated_latent_pool
-matmul_nbits matmul_packed matmul_fp4 matmul_fp8
+qmoe moe_router moe_group_router moe_packed matmul_nbits matmul_packed matmul_fp4 matmul_fp8
 causal_conv_with_state varlen_causal_conv_with_state gated_delta_net linear_attention linear_attention_gate mamba2_verify
 quantize dequantize explain
 """.split()
@@ -58,7 +58,7 @@ def test_signatures_are_the_fields_of_the_binding(name: str) -> None:
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
 
 
-@pytest.mark.parametrize("name", ["gated_latent_pool", "sparse_paged_attention", "sparse_row_select"])
+@pytest.mark.parametrize("name", ["gated_latent_pool", "qmoe", "sparse_paged_attention", "sparse_row_select"])
 def test_operators_that_are_not_there_say_so(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
         getattr(ops, name)(anything=1)
