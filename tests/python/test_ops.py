@@ -58,7 +58,7 @@ def test_signatures_are_the_fields_of_the_binding(name: str) -> None:
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
 
 
-@pytest.mark.parametrize("name", ["gated_latent_pool", "qmoe", "sparse_paged_attention", "sparse_row_select"])
+@pytest.mark.parametrize("name", ["gated_latent_pool", "sparse_paged_attention", "sparse_row_select"])
 def test_operators_that_are_not_there_say_so(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
         getattr(ops, name)(anything=1)
@@ -427,3 +427,124 @@ def test_products_name_what_is_wrong() -> None:
     full = {"A": a, "B": b, "scales": scales, "K": 64, "N": 5, "block_size": 32}
     assert ops.matmul_nbits(**full, out=out) is out
     assert out.tobytes() == ops.matmul_nbits(**full).tobytes()
+
+
+# Experts
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def mixture(x: Any, probs: Any, gate: Any, up: Any, down: Any, k: int) -> np.ndarray:
+    """SwiGLU experts in float64; weights are the softmax's, normalised over the chosen."""
+    x, probs = x.astype(np.float64), softmax(probs.astype(np.float64))
+    result = np.zeros((len(x), down.shape[1]))
+    for t in range(len(x)):
+        chosen = np.argsort(-probs[t], kind="stable")[:k]
+        for e in chosen:
+            h = silu(gate[e] @ x[t]) * (up[e] @ x[t])
+            result[t] += probs[t, e] / probs[t, chosen].sum() * (down[e] @ h)
+    return result
+
+
+def test_qmoe_int4_in_blocks_with_odd_views() -> None:
+    x, probs = normal(6, 64), normal(6, 4)
+    w1, w2 = normal(4, 64, 64) / 8, normal(4, 64, 32) / 8
+    one, two = ops.quantize("int4", w1), ops.quantize("int4", w2)
+    arguments = dict(
+        input=x, router_probs=probs, fc1_experts_weights=one["codes"], fc1_scales=one["scales"], fc2_experts_weights=two["codes"], fc2_scales=two["scales"],
+        k=2, activation_type="swiglu", swiglu_fusion=2, normalize_routing_weights=1, block_size=32,
+    )  # fmt: skip
+    y = ops.qmoe(**arguments)
+    first, second = (
+        ops.dequantize("int4", one, w1.shape).astype(np.float64),
+        ops.dequantize("int4", two, w2.shape).astype(np.float64),
+    )
+    close(y, mixture(x, probs, first[:, :32], first[:, 32:], second, 2))
+    wide = np.zeros((6, 128), np.float32)[:, ::2]
+    wide[...] = x
+    again = x.copy()
+    assert ops.qmoe(**arguments | {"input": wide}).tobytes() == y.tobytes()
+    assert ops.qmoe(**arguments | {"input": again}, out=again) is again and again.tobytes() == y.tobytes()
+    for name, change in {
+        "fc1_scales": {"fc1_scales": None},
+        "k": {"k": 9},
+        "quant_type": {"quant_type": "int9"},
+        "router_probs": {"router_probs": probs[:2]},
+    }.items():
+        with pytest.raises(InvalidArgument, match=name):
+            ops.qmoe(**arguments | change)
+
+
+def test_moe_packed() -> None:
+    x, probs = normal(5, 64), normal(5, 3)
+    weights = [normal(3, 32, 64) / 8, normal(3, 32, 64) / 8, normal(3, 64, 32) / 8]
+    codes = [ops.quantize("q8_0", w)["codes"] for w in weights]
+    gate, up, down = (
+        ops.dequantize("q8_0", {"codes": c}, w.shape).astype(np.float64) for c, w in zip(codes, weights, strict=True)
+    )
+    y = ops.moe_packed(
+        input=x,
+        router_probs=probs,
+        gate_experts_weights=codes[0],
+        up_experts_weights=codes[1],
+        down_experts_weights=codes[2],
+        gate_type="Q8_0",
+        up_type=8,
+        down_type="q8_0",
+        k=2,
+    )
+    close(y, mixture(x, probs, gate, up, down, 2))
+    with pytest.raises(InvalidArgument, match="up_experts_weights"):
+        ops.moe_packed(
+            input=x,
+            router_probs=probs,
+            gate_experts_weights=codes[0],
+            down_experts_weights=codes[2],
+            gate_type=8,
+            up_type=8,
+            down_type=8,
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", BF16])
+def test_moe_router(dtype: Any) -> None:
+    scores, bias = normal(4, 8), normal(8)
+    probs, scale = ops.moe_router(
+        scores=scores, bias=bias, topk=3, local_expert_start=2, local_expert_count=5, route_scale=2.0, dtype=dtype
+    )
+    assert probs.dtype == np.dtype(dtype) and probs.shape == (4, 5) and scale.shape == (4, 1)
+    o = np.sqrt(softplus(scores.astype(np.float64)))
+    expected, sums = np.full((4, 5), -1e4 if dtype == "float16" else -1e30), np.zeros((4, 1))
+    for t in range(4):
+        chosen = np.argsort(-(o[t] + bias), kind="stable")[:3]
+        for e in chosen:
+            if 2 <= e < 7:
+                expected[t, e - 2] = np.log(o[t, e] / o[t, chosen].sum())
+                sums[t] += 2 * o[t, e] / o[t, chosen].sum()
+    np.testing.assert_allclose(probs.astype(np.float64), expected, rtol=1e-2)
+    close(scale, sums)
+    with pytest.raises(InvalidArgument, match="dtype"):
+        ops.moe_router(scores=scores, local_expert_count=8, dtype=3.5)
+
+
+def test_moe_group_router() -> None:
+    logits, bias = normal(4, 8), np.zeros(8, np.float32)
+    probs, no_scores, no_weights = ops.moe_group_router(
+        logits=logits, expert_bias=bias, top_k=2, n_group=4, topk_group=2
+    )
+    assert no_scores is None and no_weights is None
+    s = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    for t in range(4):
+        kept = np.argsort(-s[t].reshape(4, 2).sum(1), kind="stable")[:2]
+        masked = np.where(np.isin(np.arange(8) // 2, kept), s[t], -1)
+        expected = np.full(8, -10000.0)
+        chosen = np.argsort(-masked, kind="stable")[:2]
+        expected[chosen] = np.log(s[t, chosen])
+        np.testing.assert_allclose(probs[t], expected, rtol=1e-5)
+    none, scores, weights = ops.moe_group_router(logits=logits, expert_bias=bias, top_k=2, full_scores=True)
+    assert none is None
+    close(scores, s)
+    close(weights, s)

@@ -273,6 +273,7 @@ TensorView placeholder(DType dtype, std::span<const int64_t> shape) {
 void bind_ops(nb::module_& module) {
   add_attention();
   add_convolutions();
+  add_experts();
   add_formats();
   add_products();
   add_recurrences();

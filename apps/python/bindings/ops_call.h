@@ -158,6 +158,7 @@ size_t no_workspace(const Args&, int) {
 // One for each folder of operators.
 void add_attention();
 void add_convolutions();
+void add_experts();
 void add_formats();
 void add_products();
 void add_recurrences();

@@ -26,6 +26,7 @@ from shoal.ops import _missing
 from shoal.ops._call import describe_variant
 from shoal.ops.attention import paged_attention
 from shoal.ops.convolution import causal_conv_with_state, varlen_causal_conv_with_state
+from shoal.ops.experts import moe_group_router, moe_packed, moe_router, qmoe
 from shoal.ops.formats import dequantize, quantize
 from shoal.ops.matmul import matmul_fp4, matmul_fp8, matmul_nbits, matmul_packed
 from shoal.ops.recurrence import gated_delta_net, linear_attention, linear_attention_gate, mamba2_verify
@@ -45,7 +46,11 @@ __all__ = [
     "matmul_fp8",
     "matmul_nbits",
     "matmul_packed",
+    "moe_group_router",
+    "moe_packed",
+    "moe_router",
     "paged_attention",
+    "qmoe",
     "quantize",
     "varlen_causal_conv_with_state",
     *_missing.NAMES,

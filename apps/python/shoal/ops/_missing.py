@@ -16,10 +16,6 @@ NAMES = (
     "packed_sparse_attention_indexer_merge",
     "sparse_row_select",
     "gated_latent_pool",
-    "qmoe",
-    "moe_router",
-    "moe_group_router",
-    "moe_packed",
 )
 
 
