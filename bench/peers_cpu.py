@@ -145,7 +145,9 @@ class OpenVinoWorker:
         metrics = self.pipeline.generate(inputs, config).perf_metrics
         if decode == 0:
             return prompt / (metrics.get_ttft().mean / 1000)
-        return sequences / (metrics.get_tpot().mean / 1000)
+        # Not get_tpot(): its durations are divided by the number of sequences already.
+        seconds = (metrics.get_generate_duration().mean - metrics.get_ttft().mean) / 1000
+        return sequences * (decode - 1) / seconds
 
 
 def worker(engine: str, model: str, threads: int, salt: int):
