@@ -3,7 +3,7 @@
 //   codes   LSB-first stream (code_stream.h), each row padded to a byte with zero bits
 //   scales  f32, f16 or bf16, one for each group of group_size values
 //   zeros   optional codes of the same width, one for each group, packed like a row; 3 bits know only the zero 4
-// Source: contracts/quantized_moe.md 3.1
+// Source: ONNX Runtime com.microsoft::MatMulNBits and QMoE (quant_type int)
 #pragma once
 
 #include <string_view>

@@ -1,7 +1,7 @@
 // Number formats of weights. One struct per format in quant/<format>.h; quant/formats.def lists them all.
 //
 // A format says how a row of k values is stored. `Plain` formats are element types; `Block` formats are GGUF's
-// self-contained blocks (scales inside, contracts/quantized_moe.md 3.4). `Scaled` formats are codes alone, an LSB-first
+// self-contained blocks (scales inside). `Scaled` formats are codes alone, an LSB-first
 // stream of `bits` each, whose scales (and zero points) stand in tensors of their own: see quant_matrix.h.
 //
 // Every plain and block struct in formats.def has:

@@ -2,7 +2,7 @@
 //
 //   scales  f32, f16 or bf16: one for the matrix, one a row, one for each group along a row, or one for each square
 //           block of group_size x group_size values
-// Source: contracts/quantized_moe.md 3.2
+// Source: OCP 8-bit Floating Point 1.0; ONNX Runtime com.microsoft::QMoE (quant_type fp8)
 #pragma once
 
 #include <string_view>

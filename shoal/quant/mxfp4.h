@@ -2,7 +2,7 @@
 //
 //   codes   4 bits, even column in the low nibble (row-packed)
 //   scales  e8m0 bytes c: 0 is 2^-127, 255 is NaN
-// Source: contracts/quantized_moe.md 3.3, contracts/onnxruntime.md (E8M0)
+// Source: OCP Microscaling Formats 1.0
 #pragma once
 
 #include <string_view>

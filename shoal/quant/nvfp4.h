@@ -2,7 +2,7 @@
 //
 //   codes   4 bits, even column in the low nibble (row-packed)
 //   scales  e4m3 bytes c
-// Source: contracts/quantized_moe.md 3.3
+// Source: ONNX Runtime com.microsoft::MatMulBlockQuantizedFp4Weight
 #pragma once
 
 #include <string_view>

@@ -43,8 +43,8 @@ struct QuantParts {
 };
 
 // Encodes f32, f16 or bf16 values; any strides. Errors of a value: int formats half a step of the (positive) scale
-// where symmetric, one step otherwise; the scale is the one of least squared error within that bound. nvfp4 by the rule
-// of contracts/quantized_moe.md 3.3, mxfp4 by OCP MX 1.0; blocks as encode_row.
+// where symmetric, one step otherwise; the scale is the one of least squared error within that bound. nvfp4 by the
+// scale rule of its two levels, mxfp4 by OCP MX 1.0; blocks as encode_row.
 //
 // kInvalidArgument: rank 0, types, values that are not finite (except f32, f16, bf16), a block_size that does not fit,
 // k not a whole number of blocks. kUnsupported: a format that can be read but not made.

@@ -69,7 +69,7 @@ std::vector<uint8_t> packed(int bits, const std::vector<uint32_t>& codes) {
   return bytes;
 }
 
-// The examples of contracts/quantized_moe.md 3.1.
+// Worked examples.
 TEST(CodeStream, GoldenBytes) {
   EXPECT_EQ(packed(3, {0, 1, 2, 3, 4, 5, 6, 7}), (std::vector<uint8_t>{0x88, 0xc6, 0xfa}));
   EXPECT_EQ(packed(3, {0, 4, 7}), (std::vector<uint8_t>{0xe0, 0x01}));
@@ -353,7 +353,7 @@ TEST(Quantize, AffineStaysWithinItsBound) {
   }
 }
 
-// The rule of contracts/quantized_moe.md 3.3 in f64.
+// The scale rule in f64.
 TEST(Quantize, Nvfp4ByTheRule) {
   const std::vector<float> values = Random(6).normals(4 * 40, 2.0f);
   const Tensor array = array_of(DType::kF32, {4, 40}, values);

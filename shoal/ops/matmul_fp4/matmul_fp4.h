@@ -13,7 +13,7 @@
 //           stands beside it and however many threads run. input_scale is checked and not used
 // Errors    kInvalidArgument names the input or attribute
 // Workspace matmul_fp4_workspace_bytes(args)
-// Source    contracts/onnxruntime.md, the operator's schema, contracts/quantized_moe.md 10
+// Source    ONNX Runtime com.microsoft::MatMulBlockQuantizedFp4Weight
 #pragma once
 
 #include "shoal/ops/context.h"

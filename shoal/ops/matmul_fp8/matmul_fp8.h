@@ -13,7 +13,7 @@
 //           same bits whatever stands beside it and however many threads run
 // Errors    kInvalidArgument names the input or attribute
 // Workspace matmul_fp8_workspace_bytes(args)
-// Source    contracts/onnxruntime.md, the operator's schema, contracts/quantized_moe.md 10
+// Source    ONNX Runtime com.microsoft::MatMulBlockQuantizedFp8Weight
 #pragma once
 
 #include "shoal/ops/context.h"

@@ -20,7 +20,7 @@
 // Errors    kInvalidArgument names the input or attribute. kUnsupported: bits 5 to 7, weight_prepacked 1 and 2 (layouts
 //           of the CUDA kernels)
 // Workspace matmul_nbits_workspace_bytes(args)
-// Source    contracts/onnxruntime.md, the operator's schema, contracts/quantized_moe.md 9
+// Source    ONNX Runtime com.microsoft::MatMulNBits
 #pragma once
 
 #include "shoal/ops/context.h"

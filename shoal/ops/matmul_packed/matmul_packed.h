@@ -11,7 +11,7 @@
 // Errors    kInvalidArgument names the input or attribute: among others global_scale with another type than NVFP4, and
 //           K that is no whole number of blocks. kUnsupported: a packed_type of ggml that is not listed here
 // Workspace matmul_packed_workspace_bytes(args)
-// Source    contracts/onnxruntime.md, the operator's schema
+// Source    ONNX Runtime com.microsoft::MatMulPacked
 #pragma once
 
 #include <string_view>

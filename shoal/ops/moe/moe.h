@@ -16,8 +16,7 @@
 // bits depend on nothing but the row, whatever stands beside it, however rows are tiled, however many threads run.
 //
 //   codes with scales along k (int blocks, fp4, nvfp4): p = sum over a piece of up to 32 values of x (code - zero),
-//   from
-//       0; acc = fma(p, scale, acc), acc from 0: the chain C3 of contracts/quantized_moe.md 4.1, at every width
+//       from 0; acc = fma(p, scale, acc), acc from 0: the chain C3 of the INT3 path, at every width
 //   one scale a row or expert (int rows, fp8): scale after the sum
 //   fp8 in square blocks, GGUF: the weight's value rounded to the activations' type, then the sum
 //
@@ -56,8 +55,7 @@ namespace shoal {
 //   fp8      e4m3 [E, N, K]; block_size > 0: scales f32, f16 or bf16 [E, ceil(N / bs), ceil(K / bs)]; else global_scale
 //            [E], or scales of these types [E, N] or [E, N, 1]
 //   fp4      u8 [E, K, N / 2], low nibble = even n; weights_prepacked 1: bytes of [E, N, K / 2], low nibble = even k,
-//   in
-//            a tensor of either shape; scales e8m0 [E, N, K / 32], global_scale f32 [E]. wfp4afp8: the same
+//            in a tensor of either shape; scales e8m0 [E, N, K / 32], global_scale f32 [E]. wfp4afp8: the same
 //   nvfp4    as fp4 with scales e4m3 [E, N, K / 16]
 struct QMoEArgs {
   TensorView output{};        // as input

@@ -1,4 +1,4 @@
-// Calibration capture of QMoE: samples of a run as files, for a quantiser to learn from (contracts/quantized_moe.md 8).
+// Calibration capture of QMoE: samples of a run as files, for a quantiser to learn from.
 //
 // One object a node. It is for CUDA runs of nvfp4 nodes with a name: a CPU run never captures. Copying tensors to the
 // host is the caller's.

@@ -1,4 +1,4 @@
-// The exact INT3 chain (contracts/quantized_moe.md 4.1, profile S): bits against an independent chain over the codes.
+// The exact INT3 chain (profile S): bits against an independent chain over the codes.
 #include <gtest/gtest.h>
 
 #include "shoal/cpu/thread_pool.h"
