@@ -1,6 +1,6 @@
 // The fast path of one unit: rows of one sequence and KV head, tile after tile of keys. Compiled per instruction set.
 #include "shoal/ops/paged_attention/paged_attention_prologue.h"
-#include "shoal/ops/paged_attention/paged_attention_tile.h"
+#include "shoal/ops/paged_tile.h"
 
 namespace shoal::paged::SHOAL_ISA {
 namespace {

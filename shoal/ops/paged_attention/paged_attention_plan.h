@@ -5,17 +5,14 @@
 // blocks, threads and whether spans are computed apart (split) are free.
 #pragma once
 
-#include "shoal/ops/paged_attention/paged_attention_problem.h"
+#include "shoal/ops/paged_problem.h"
 #include "shoal/tensor/workspace.h"
 
 namespace shoal::paged {
 
-constexpr int64_t kTile = 64;
 constexpr int64_t kSpan = 1024;
-constexpr int64_t kPad = 16;        // rows of f32 scratch are whole vectors of every instruction set
-constexpr int64_t kMaxRows = 96;    // rows of a unit: enough that converting a K or V tile costs a few percent
-constexpr int64_t kMinRows = 24;    // smaller blocks only where there are no more rows
-constexpr float kEmpty = -3.0e38f;  // maximum of a row that has no key yet: finite, so that differences are not NaN
+constexpr int64_t kMaxRows = 96;  // rows of a unit: enough that converting a K or V tile costs a few percent
+constexpr int64_t kMinRows = 24;  // smaller blocks only where there are no more rows
 
 // Tokens [begin, end) of one sequence.
 struct Run {

@@ -1,5 +1,5 @@
 // What a checked call's contents mean: sequences, pages, slots, rows. Nothing here trusts a value it reads.
-#include "shoal/ops/paged_attention/paged_attention_problem.h"
+#include "shoal/ops/paged_problem.h"
 
 #include <algorithm>
 #include <cmath>
@@ -23,16 +23,24 @@ void write(std::byte* at, T value) {
   std::memcpy(at, &value, sizeof(T));
 }
 
-int64_t read_index(const Matrix& matrix, int64_t row, int64_t column = 0) {
-  return read<int32_t>(matrix.data + row * matrix.row_stride + column * matrix.column_stride);
-}
-
 // Round half to even (the default rounding mode), NaN as 0.
 int32_t to_code(float value, float low, float high) {
   return std::isnan(value) ? 0 : static_cast<int32_t>(std::nearbyint(std::clamp(value, low, high)));
 }
 
+float round_to(DType type, float value) {
+  switch (type) {
+    case DType::kF16: return f16_to_f32(f32_to_f16(value));
+    case DType::kBF16: return bf16_to_f32(f32_to_bf16(value));
+    default: return value;
+  }
+}
+
 }  // namespace
+
+int64_t read_index(const Matrix& matrix, int64_t row, int64_t column) {
+  return read<int32_t>(matrix.data + row * matrix.row_stride + column * matrix.column_stride);
+}
 
 Sequence sequence(const Problem& problem, int64_t seq_idx) {
   Sequence seq;
@@ -193,6 +201,30 @@ void decode_codes(Store store, const std::byte* in, int64_t count, float* out) {
         out[i] = static_cast<float>(static_cast<int>(i % 2 == 0 ? byte & 15 : byte >> 4) - 8);
       }
       break;
+  }
+}
+
+void norm_head(const Problem& p, const float* weight, float* head) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < p.head_dim; ++i) {
+    sum += static_cast<double>(head[i]) * head[i];
+  }
+  const auto mean = static_cast<float>(sum / static_cast<double>(p.head_dim));
+  const auto factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(mean) + p.epsilon));
+  for (int64_t i = 0; i < p.head_dim; ++i) {
+    head[i] = round_to(p.type, head[i] * factor * weight[i]);
+  }
+}
+
+void turn_head(const Problem& p, const float* cos, const float* sin, float* head) {
+  const int64_t half = p.rotary_dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    float& x = head[p.rotary_offset + (p.rotary_interleaved ? 2 * i : i)];
+    float& y = head[p.rotary_offset + (p.rotary_interleaved ? 2 * i + 1 : half + i)];
+    const float turned_x = x * cos[i] - y * sin[i];
+    const float turned_y = y * cos[i] + x * sin[i];
+    x = round_to(p.type, turned_x);
+    y = round_to(p.type, turned_y);
   }
 }
 

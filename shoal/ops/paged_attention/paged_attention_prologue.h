@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "shoal/ops/paged_attention/paged_attention_plan.h"
-#include "shoal/ops/paged_attention/paged_attention_rows.h"
+#include "shoal/ops/paged_rows.h"
 
 namespace shoal::paged::SHOAL_ISA {
 

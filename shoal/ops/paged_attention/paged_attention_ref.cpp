@@ -5,32 +5,15 @@
 #include <limits>
 #include <vector>
 
-#include "shoal/base/float_bits.h"
-#include "shoal/ops/paged_attention/paged_attention_problem.h"
+#include "shoal/ops/paged_problem.h"
 
 namespace shoal::paged {
 namespace {
 
-float round_to(DType type, float value) {
-  switch (type) {
-    case DType::kF16: return f16_to_f32(f32_to_f16(value));
-    case DType::kBF16: return bf16_to_f32(f32_to_bf16(value));
-    default: return value;
-  }
-}
-
 void normalize(const Problem& p, const Matrix& weight, std::vector<float>& head) {
-  double sum = 0.0;
-  for (const float x : head) {
-    sum += static_cast<double>(x) * x;
-  }
-  const auto mean = static_cast<float>(sum / static_cast<double>(p.head_dim));
-  const auto factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(mean) + p.epsilon));
   std::vector<float> w(head.size());
   load_row(p.type, weight, 0, 0, p.head_dim, w.data());
-  for (size_t i = 0; i < head.size(); ++i) {
-    head[i] = round_to(p.type, head[i] * factor * w[i]);
-  }
+  norm_head(p, w.data(), head.data());
 }
 
 void rotate(const Problem& p, int64_t pos, std::vector<float>& head) {
@@ -40,15 +23,7 @@ void rotate(const Problem& p, int64_t pos, std::vector<float>& head) {
   const int64_t row = std::min(pos, p.max_pos - 1);
   load_row(p.type, p.cos, row, 0, half, cos.data());
   load_row(p.type, p.sin, row, 0, half, sin.data());
-  const std::vector<float> x = head;
-  for (int64_t i = 0; i < p.rotary_dim; ++i) {
-    const int64_t partner = p.rotary_interleaved ? i ^ 1 : (i + half) % p.rotary_dim;
-    const auto column = static_cast<size_t>(p.rotary_interleaved ? i / 2 : i % half);
-    const bool first = p.rotary_interleaved ? i % 2 == 0 : i < half;
-    const float direct = x[static_cast<size_t>(p.rotary_offset + i)] * cos[column];
-    const float crossed = x[static_cast<size_t>(p.rotary_offset + partner)] * sin[column];
-    head[static_cast<size_t>(p.rotary_offset + i)] = round_to(p.type, first ? direct - crossed : direct + crossed);
-  }
+  turn_head(p, cos.data(), sin.data(), head.data());
 }
 
 std::vector<float> load_head(const Problem& p, const Matrix& matrix, int64_t token_idx, int64_t head_idx) {

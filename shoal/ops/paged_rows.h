@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "shoal/cpu/simd.h"
-#include "shoal/ops/paged_attention/paged_attention_problem.h"
+#include "shoal/ops/paged_problem.h"
 
 namespace shoal::paged::SHOAL_ISA {
 

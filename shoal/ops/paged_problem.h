@@ -1,4 +1,5 @@
-// A checked call of paged_attention, resolved to sizes, formats and plain accessors. Internal to the operator.
+// A checked call of paged_attention, resolved to sizes, formats and plain accessors. Shared by the operators that have
+// its prologue or its cache (sparse_paged_attention, dynamic_sparse_attention); the sources are paged_attention's.
 //
 // Everything here that has a body runs once per call, row or page: vector code calls it, it is compiled once.
 #pragma once
@@ -9,6 +10,10 @@
 #include "shoal/ops/paged_attention/paged_attention.h"
 
 namespace shoal::paged {
+
+constexpr int64_t kTile = 64;       // keys that the inner loops take together
+constexpr int64_t kPad = 16;        // rows of f32 scratch are whole vectors of every instruction set
+constexpr float kEmpty = -3.0e38f;  // maximum of a row that has no key yet: finite, so that differences are not NaN
 
 // What one cached channel is.
 enum class Store : uint8_t { kF32, kF16, kBF16, kI8, kF8, kI4 };
@@ -65,8 +70,12 @@ struct Problem {
   int64_t output_stride = 0;  // bytes
 };
 
-// Checks everything that the contract names and resolves it. `shapes_only` skips what needs contents.
-Problem check(const PagedAttentionArgs& args, bool shapes_only);
+// Checks everything that the contract names and resolves it. `shapes_only` skips what needs contents; `op` is the
+// operator's name in messages. The result refers to `args`.
+Problem check(const PagedAttentionArgs& args, bool shapes_only, std::string_view op = "paged_attention");
+
+// Element of an i32 matrix.
+int64_t read_index(const Matrix& matrix, int64_t row, int64_t column = 0);
 
 // What the metadata tensors say, safe whatever they contain.
 struct Sequence {
@@ -105,6 +114,10 @@ void store_row(DType type, const float* values, int64_t count, std::byte* out);
 // Rows of cache formats that have no vector code.
 void encode_row(Store store, const float* values, const float* scales, int64_t count, std::byte* out);
 void decode_codes(Store store, const std::byte* in, int64_t count, float* out);  // without the scale
+
+// QK-norm and rotary of one head in place, each rounded to T. The bytes of the fast path's prologue.
+void norm_head(const Problem& problem, const float* weight, float* head);
+void turn_head(const Problem& problem, const float* cos, const float* sin, float* head);  // one row of the tables
 
 // The reference: allocates, one thread.
 void run_ref(const Problem& problem);
