@@ -162,5 +162,6 @@ void add_experts();
 void add_formats();
 void add_products();
 void add_recurrences();
+void add_selections();
 
 }  // namespace shoal::python

@@ -30,6 +30,12 @@ from shoal.ops.experts import moe_group_router, moe_packed, moe_router, qmoe
 from shoal.ops.formats import dequantize, quantize
 from shoal.ops.matmul import matmul_fp4, matmul_fp8, matmul_nbits, matmul_packed
 from shoal.ops.recurrence import gated_delta_net, linear_attention, linear_attention_gate, mamba2_verify
+from shoal.ops.selection import (
+    gated_latent_pool,
+    packed_sparse_attention_indexer_merge,
+    sparse_attention_selection_merge,
+    sparse_row_select,
+)
 
 for _name in _missing.NAMES:
     globals()[_name] = _missing.missing(_name)
@@ -39,6 +45,7 @@ __all__ = [
     "dequantize",
     "explain",
     "gated_delta_net",
+    "gated_latent_pool",
     "linear_attention",
     "linear_attention_gate",
     "mamba2_verify",
@@ -49,9 +56,12 @@ __all__ = [
     "moe_group_router",
     "moe_packed",
     "moe_router",
+    "packed_sparse_attention_indexer_merge",
     "paged_attention",
     "qmoe",
     "quantize",
+    "sparse_attention_selection_merge",
+    "sparse_row_select",
     "varlen_causal_conv_with_state",
     *_missing.NAMES,
 ]

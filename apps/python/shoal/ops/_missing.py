@@ -12,10 +12,6 @@ NAMES = (
     "dynamic_sparse_attention",
     "packed_sparse_attention_indexer",
     "sparse_attention_indexer",
-    "sparse_attention_selection_merge",
-    "packed_sparse_attention_indexer_merge",
-    "sparse_row_select",
-    "gated_latent_pool",
 )
 
 
