@@ -369,7 +369,8 @@ TEST(SparseRowSelect, ChunksNeighboursAndThreadsChangeNothing) {
   for (const int64_t cut : {1, 3, 7}) {
     Longs joined;
     Floats cache = whole.cache;
-    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, cut}, {cut, 12}}) {
+    for (const int64_t begin : {int64_t{0}, cut}) {
+      const int64_t end = begin == 0 ? cut : 12;
       Problem part = whole;
       part.num_tokens = end - begin;
       part.past = {61 + begin};
