@@ -146,6 +146,13 @@ TEST(SelectionMerge, RangesByHand) {
   EXPECT_EQ(run(p, 1, /*packed=*/false), r);
 }
 
+TEST(SelectionMerge, RangeOverAllOfTheBase) {
+  Problem p{.num_cached = 1, .base_columns = 3, .base = {4, 1, 3}, .base_counts = {3}, .rows = {0}, .starts = {0}};
+  p.ends = {6};
+  p.max_entries = 6;
+  EXPECT_EQ(run(p), (Results{{4, 1, 3, 0, 2, 5}, {6}, {0}}));
+}
+
 TEST(SelectionMerge, SelectionsByHand) {
   Problem p{.num_cached = 1, .base_columns = 3, .base = {4, 4, 1}, .base_counts = {3}};
   p.rows = {0, 0, 0};
