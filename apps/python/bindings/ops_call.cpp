@@ -278,6 +278,7 @@ void bind_ops(nb::module_& module) {
   add_products();
   add_recurrences();
   add_selections();
+  add_sparse_attention();
   nb::module_ ops = module.def_submodule("ops", "Operators by name; used by shoal.ops.");
   nb::class_<PythonCall>(ops, "Call")
       .def("outputs", &output_list)  // for each output (type, shape), or None where the call has no such output

@@ -163,5 +163,6 @@ void add_formats();
 void add_products();
 void add_recurrences();
 void add_selections();
+void add_sparse_attention();
 
 }  // namespace shoal::python

@@ -36,6 +36,7 @@ from shoal.ops.selection import (
     sparse_attention_selection_merge,
     sparse_row_select,
 )
+from shoal.ops.sparse_attention import sparse_paged_attention
 
 for _name in _missing.NAMES:
     globals()[_name] = _missing.missing(_name)
@@ -61,6 +62,7 @@ __all__ = [
     "qmoe",
     "quantize",
     "sparse_attention_selection_merge",
+    "sparse_paged_attention",
     "sparse_row_select",
     "varlen_causal_conv_with_state",
     *_missing.NAMES,

@@ -1,0 +1,71 @@
+// Attention over selected positions for shoal.ops.
+#include "apps/python/bindings/ops_call.h"
+#include "shoal/ops/sparse_paged_attention/sparse_paged_attention.h"
+
+namespace shoal::python {
+namespace {
+
+using Paged = SparsePagedAttentionArgs;
+
+void fields(Paged& a, Fields& f) {
+  f.input("query", a.query);
+  f.input("key", a.key);
+  f.input("value", a.value);
+  f.input("key_cache", a.key_cache, Layout::kInPlace);
+  f.input("value_cache", a.value_cache, Layout::kInPlace);
+  f.input("cumulative_sequence_length", a.cumulative_sequence_length);
+  f.input("past_seqlens", a.past_seqlens);
+  f.input("block_table", a.block_table);
+  f.input("slot_mapping", a.slot_mapping);
+  f.input("selected_indices", a.selected_indices);
+  f.input("selected_counts", a.selected_counts);
+  f.input("auxiliary_key", a.auxiliary_key);
+  f.input("auxiliary_value", a.auxiliary_value);
+  f.input("auxiliary_lengths", a.auxiliary_lengths);
+  f.input("cos_cache", a.cos_cache);
+  f.input("sin_cache", a.sin_cache);
+  f.input("head_sink", a.head_sink);
+  f.input("q_norm_weight", a.q_norm_weight);
+  f.input("k_norm_weight", a.k_norm_weight);
+  f.input("k_scale", a.k_scale);
+  f.input("v_scale", a.v_scale);
+  f.input("attention_metadata", a.attention_metadata, Layout::kHost);
+  f.attribute("num_heads", a.num_heads);
+  f.attribute("kv_num_heads", a.kv_num_heads);
+  f.attribute("scale", a.scale);
+  f.attribute("softcap", a.softcap);
+  f.attribute("local_window_size", a.local_window_size);
+  f.attribute("is_causal", a.is_causal);
+  f.attribute("attention_mode", a.attention_mode);
+  f.attribute("selected_kv_source", a.selected_kv_source);
+  f.attribute("auxiliary_cache_layout", a.auxiliary_cache_layout);
+  f.attribute("auxiliary_kv_shared", a.auxiliary_kv_shared);
+  f.attribute("do_rotary", a.do_rotary);
+  f.attribute("rotary_interleaved", a.rotary_interleaved);
+  f.attribute("rotary_offset", a.rotary_offset);
+  f.attribute("qk_norm_epsilon", a.qk_norm_epsilon);
+  f.attribute("k_quant_type", a.k_quant_type);
+  f.attribute("v_quant_type", a.v_quant_type);
+}
+
+std::vector<OutputSpec> paged_specs(Paged& a) {
+  const SparsePagedAttentionShapes shapes = sparse_paged_attention_shapes(a);
+  return {shapes.output, shapes.key_cache_out, shapes.value_cache_out};
+}
+
+const OperatorTraits<Paged> kSparsePagedAttention{
+    .name = "sparse_paged_attention",
+    .fields = fields,
+    .specs = paged_specs,
+    .workspace = sparse_paged_attention_workspace_bytes,
+    .run = sparse_paged_attention,
+    .outputs = {{{"output"}, &Paged::output},
+                {{"key_cache_out", "key_cache"}, &Paged::key_cache_out},
+                {{"value_cache_out", "value_cache"}, &Paged::value_cache_out}},
+};
+
+}  // namespace
+
+void add_sparse_attention() { add_operator(kSparsePagedAttention); }
+
+}  // namespace shoal::python
