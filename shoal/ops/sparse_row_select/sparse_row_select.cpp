@@ -22,7 +22,7 @@ constexpr std::string_view kName = "sparse_row_select";
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kCopyGrain = 64;                  // cache rows
 constexpr int64_t kGroupFloats = int64_t{1} << 21;  // queries and scores of a group, unless one token needs more
-constexpr int64_t kLanes = 8;                       // partial sums of a dot product
+constexpr int64_t kLanes = 32;                      // rows that are scored together; divides kTileRows
 
 struct Sizes {
   explicit Sizes(const SparseRowSelectArgs& a)
@@ -99,35 +99,41 @@ void prepare_query(const SparseRowSelectArgs& a, int64_t b, int64_t s, int64_t h
   }
 }
 
-float dot(const float* x, const float* y, int64_t count) {
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] += x[i + lane] * y[i + lane];
+// Rows of the cache as f32, channel by channel: [d, kTileRows], zeros where there is no row.
+void load_tile(const TensorView& cache, int64_t first_row, int64_t count, float* tile) {
+  const int64_t width = cache.dim(2);
+  std::fill(tile, tile + width * kTileRows, 0.0f);
+  for (int64_t row = 0; row < count; ++row) {
+    for (int64_t i = 0; i < width; ++i) {
+      tile[i * kTileRows + row] = read_element(cache.dtype, cache.data, (first_row + row) * width + i);
     }
   }
-  for (int64_t lane = 0; i < count; ++i, ++lane) {
-    lanes[lane] += x[i] * y[i];
-  }
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) {
-      lanes[lane] += lanes[lane + half];
-    }
-  }
-  return lanes[0];
 }
 
-// Scores of `count` rows of a tile for one token.
+// Products of a head with kLanes rows of a tile: sums that advance together, each in the order of the channels.
+void multiply(const float* q, const float* tile, int64_t width, float* products) {
+  float sums[kLanes] = {};
+  for (int64_t i = 0; i < width; ++i) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sums[lane] += q[i] * tile[i * kTileRows + lane];
+    }
+  }
+  std::copy(sums, sums + kLanes, products);
+}
+
+// Scores of the first `count` rows of a tile for one token.
 void score_rows(const SparseRowSelectArgs& a, int64_t b, int64_t s, const float* queries, const float* tile,
                 int64_t count, float* scores) {
   std::fill(scores, scores + count, 0.0f);
   const int64_t first_weight = (b * a.query.dim(1) + s) * a.num_heads;
   for (int64_t head = 0; head < a.num_heads; ++head) {
     const float weight = read_element(a.weights.dtype, a.weights.data, first_weight + head) * a.scale;
-    for (int64_t row = 0; row < count; ++row) {
-      const float product = dot(queries + head * a.head_dim, tile + row * a.head_dim, a.head_dim);
-      scores[row] += (product > 0.0f ? product : 0.0f) * weight;
+    for (int64_t row = 0; row < count; row += kLanes) {
+      float products[kLanes];
+      multiply(queries + head * a.head_dim, tile + row, a.head_dim, products);
+      for (int64_t lane = 0; lane < std::min(kLanes, count - row); ++lane) {
+        scores[row + lane] += (products[lane] > 0.0f ? products[lane] : 0.0f) * weight;
+      }
     }
   }
 }
@@ -155,8 +161,7 @@ void select_group(const SparseRowSelectArgs& a, const OpContext& context, int64_
       float* tile = memory.tiles.data() + thread_idx * kTileRows * a.head_dim;
       for (int64_t row = from; row < to; row += kTileRows) {
         const int64_t num_rows = std::min(kTileRows, to - row);
-        latent::load_row(a.present_cache.dtype, a.present_cache.data, (b * sizes.capacity + row) * a.head_dim, 1,
-                         num_rows * a.head_dim, tile);
+        load_tile(a.present_cache, b * sizes.capacity + row, num_rows, tile);
         for (int64_t s = first_scored; s < end; ++s) {
           const int64_t count = std::min(num_rows, visible_rows(a, b, s) - row);
           if (count > 0) {
