@@ -74,7 +74,7 @@ struct GatedLatentPoolShapes {
 GatedLatentPoolShapes gated_latent_pool_shapes(const GatedLatentPoolArgs& args);
 size_t gated_latent_pool_workspace_bytes(const GatedLatentPoolArgs& args, int num_threads);
 
-// Variants: "cpu" (the default) and "ref" are one path.
+// One variant, "cpu".
 void gated_latent_pool(const GatedLatentPoolArgs& args, const OpContext& context);
 
 }  // namespace shoal

@@ -54,7 +54,7 @@ SelectionMergeShapes packed_sparse_attention_indexer_merge_shapes(const Selectio
 SelectionMergeShapes sparse_attention_selection_merge_shapes(const SelectionMergeArgs& args);
 size_t selection_merge_workspace_bytes(const SelectionMergeArgs& args, int num_threads);
 
-// Both policies. Variants: "cpu" (the default) and "ref" are one path.
+// Both policies. One variant, "cpu".
 void packed_sparse_attention_indexer_merge(const SelectionMergeArgs& args, const OpContext& context);
 // The same, append_range only.
 void sparse_attention_selection_merge(const SelectionMergeArgs& args, const OpContext& context);

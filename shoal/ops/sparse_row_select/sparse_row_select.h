@@ -66,7 +66,7 @@ struct SparseRowSelectShapes {
 SparseRowSelectShapes sparse_row_select_shapes(const SparseRowSelectArgs& args);
 size_t sparse_row_select_workspace_bytes(const SparseRowSelectArgs& args, int num_threads);
 
-// Variants: "cpu" (the default) and "ref" are one path.
+// One variant, "cpu".
 void sparse_row_select(const SparseRowSelectArgs& args, const OpContext& context);
 
 }  // namespace shoal

@@ -91,6 +91,9 @@ struct Problem {
       for (int64_t row = first[at(b)]; row < capacity; ++row) {
         std::fill_n(cache.begin() + (b * capacity + row) * width, width, kNan);
       }
+      for (int64_t j = last[at(b)] - first[at(b)] + 1; j < num_rows; ++j) {
+        std::fill_n(rows.begin() + (b * num_rows + j) * width, width, kNan);
+      }
     }
   }
 };
