@@ -101,16 +101,25 @@ struct Activations {
 #if defined(SHOAL_ISA_AVX512)
 
 // sums[r] = sum over the block of (code - offset) * factor * activation, times the integer scales where the format has
-// them.
+// them; rounded to f32 once.
+//
+// Every number of it but the product with the scale is a whole number below 2^24: 255 * 127 * 32 products * 16 of the
+// factor. So the sums of the halves are joined in f32, exactly, where vpmulld would take two instructions on one port.
+// Where the halves have scales of their own that would round twice, and int32 stays.
 template <Format kFormat, int kNumRows, bool kSpread>
 [[gnu::always_inline]] inline void block_sums(const Codec<kFormat>& codec, const std::byte* codes,
                                               const Activations<kSpread>& a, const QuantBlock* blocks,
-                                              int64_t blocks_stride, I (&sums)[kNumRows]) {
+                                              int64_t blocks_stride, F (&sums)[kNumRows]) {
   using Codes = Codec<kFormat>;
+  I whole[kNumRows];
   unroll<2>([&](auto half) SHOAL_INLINE_LAMBDA {
     I partial[kNumRows];
     for (int r = 0; r < kNumRows; ++r) {
-      partial[r] = zero_int();
+      if constexpr (Codes::kOffset != 0) {
+        partial[r] = shift_32<Codes::kOffsetLog2>(broadcast_i32(blocks[r * blocks_stride].minus_codes[half.value]));
+      } else {
+        partial[r] = zero_int();
+      }
     }
     unroll<4>([&](auto step) SHOAL_INLINE_LAMBDA {
       constexpr int kStep = half.value * 4 + step.value;
@@ -121,22 +130,29 @@ template <Format kFormat, int kNumRows, bool kSpread>
       }
     });
     I scale;
-    if constexpr (Codes::kSuper) {
-      scale = Codes::kHalves ? _mm512_srai_epi32(half.value == 0 ? shift_32<16>(codec.pairs) : codec.pairs, 16)
-                             : bit_and(codec.pairs, broadcast_i32(0xffff));
+    if constexpr (Codes::kHalves) {
+      scale = _mm512_srai_epi32(half.value == 0 ? shift_32<16>(codec.pairs) : codec.pairs, 16);
     }
     for (int r = 0; r < kNumRows; ++r) {
       const QuantBlock& block = blocks[r * blocks_stride];
-      partial[r] = _mm512_mullo_epi32(partial[r], broadcast_i32(block.factor_pairs[half.value] & 0xffff));
-      if constexpr (Codes::kOffset != 0) {
-        partial[r] = sub_32(partial[r], broadcast_i32(block.half_sums[half.value] * (1 << Codes::kOffsetLog2)));
+      if constexpr (!Codes::kHalves) {
+        const F factor = broadcast(block.factors[half.value]);
+        const F sum = to_float(partial[r]);
+        sums[r] = half.value == 0 ? mul(sum, factor) : fma(sum, factor, sums[r]);
+      } else {
+        const I factor = broadcast_i32(block.factor_pairs[half.value] & 0xffff);
+        const I product = _mm512_mullo_epi32(_mm512_mullo_epi32(partial[r], factor), scale);
+        whole[r] = half.value == 0 ? product : add_32(whole[r], product);
       }
-      if constexpr (Codes::kSuper) {
-        partial[r] = _mm512_mullo_epi32(partial[r], scale);
-      }
-      sums[r] = half.value == 0 ? partial[r] : add_32(sums[r], partial[r]);
     }
   });
+  for (int r = 0; r < kNumRows; ++r) {
+    if constexpr (Codes::kHalves) {
+      sums[r] = to_float(whole[r]);
+    } else if constexpr (Codes::kSuper) {
+      sums[r] = mul(sums[r], to_float(bit_and(codec.pairs, broadcast_i32(0xffff))));
+    }
+  }
 }
 
 #else
@@ -169,9 +185,10 @@ SHOAL_INLINE I weight_factor(const Codec<kFormat>& codec, int half) {
 template <Format kFormat, int kNumRows, bool kSpread>
 [[gnu::always_inline]] inline void block_sums(const Codec<kFormat>& codec, const std::byte* codes,
                                               const Activations<kSpread>& a, const QuantBlock* blocks,
-                                              int64_t blocks_stride, I (&sums)[kNumRows]) {
+                                              int64_t blocks_stride, F (&rounded)[kNumRows]) {
   using Codes = Codec<kFormat>;
   constexpr int kLength = kChain<kFormat>;
+  I sums[kNumRows];
   unroll<8 / kLength>([&](auto chain) SHOAL_INLINE_LAMBDA {
     I partial[kNumRows];
     unroll<kLength>([&](auto link) SHOAL_INLINE_LAMBDA {
@@ -212,6 +229,9 @@ template <Format kFormat, int kNumRows, bool kSpread>
       sums[r] = sub_32(sums[r], shift_32<Codes::kOffsetLog2>(offset));
     }
   }
+  for (int r = 0; r < kNumRows; ++r) {
+    rounded[r] = to_float(sums[r]);
+  }
 }
 
 #endif
@@ -220,6 +240,7 @@ template <Format kFormat, int kNumRows, bool kSpread>
 // Groups are adjacent, so fetching a fixed distance ahead of both streams covers all of the next ones. k = 576, one
 // row, one core of a Zen 1: 5.8 GB/s without, 7.2, 10.3 and 10.8 GB/s at 1, 2 and 4 KiB; plain reading 9 to 12.
 constexpr int64_t kPrefetchBytes = 4096;
+constexpr int64_t kMaxColdRows = 16;  // beyond, products take longer than the weights take to come
 
 SHOAL_INLINE void prefetch_ahead(const std::byte* at, int num_bytes) {
   for (int line = 0; line < num_bytes; line += 64) {
@@ -238,21 +259,22 @@ void integer_tile(const MatmulPart& part, const MatmulRows& rows, const QuantRow
   const std::byte* codes = part.packed.data() + group_idx * static_cast<int64_t>(part.group_bytes);
   const std::byte* scales = codes + code_region_bytes(Codes::kLayout, rows.k, kGroup);
   const QuantBlock* blocks = quant.blocks + row_idx * num_blocks;
+  const bool cold = rows.m <= kMaxColdRows;
   F acc[kNumRows];
   for (F& sum : acc) {
     sum = zero();
   }
   for (int64_t b = 0; b < num_blocks; ++b) {
-    if constexpr (kNumRows <= 2) {  // more rows take longer than the weights take to come
+    if (cold) {
       prefetch_ahead(codes, kCodeBytes);
       prefetch_ahead(scales + b * kScaleBytes, kScaleBytes);
     }
     const Codes codec = Codes::read_scales(scales, b);
-    I sums[kNumRows];
+    F sums[kNumRows];
     block_sums<kFormat, kNumRows>(codec, codes, a, blocks, num_blocks, sums);
     for (int r = 0; r < kNumRows; ++r) {
       const QuantBlock& block = blocks[r * num_blocks];
-      acc[r] = fma(mul(codec.d, broadcast(block.scale)), to_float(sums[r]), acc[r]);
+      acc[r] = fma(mul(codec.d, broadcast(block.scale)), sums[r], acc[r]);
       if constexpr (Codes::kHasMin) {
         const F sum = broadcast(block.sum);
         acc[r] = Codes::kSuper ? neg_fma(codec.min, sum, acc[r]) : fma(codec.min, sum, acc[r]);

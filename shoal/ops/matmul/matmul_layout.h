@@ -103,6 +103,8 @@ struct QuantBlock {
   int32_t total;            // of factor * code
   int16_t half_sums[2];     // of factor * code, by half
   int32_t factor_pairs[2];  // a half's factor in both 16-bit lanes
+  float factors[2];
+  int32_t minus_codes[2];  // minus the sum of a half's codes
 };
 
 struct QuantScale {
@@ -142,7 +144,9 @@ struct QuantScale {
           scale.scale * static_cast<float>(total),
           total,
           {static_cast<int16_t>(sums[0]), static_cast<int16_t>(sums[1])},
-          {scale.factors[0] * 0x10001, scale.factors[1] * 0x10001}};
+          {scale.factors[0] * 0x10001, scale.factors[1] * 0x10001},
+          {static_cast<float>(scale.factors[0]), static_cast<float>(scale.factors[1])},
+          {-first, -second}};
 }
 
 // Rows of quantised activations.
