@@ -415,3 +415,363 @@ def test_paged_rejections_name_the_argument_and_write_nothing() -> None:
             assert cache in change or arguments[cache].tobytes() == before.tobytes(), name
     with pytest.raises(TypeError, match="selected_counts"):
         ops.sparse_paged_attention(**{n: v for n, v in main.arguments().items() if n != "selected_counts"})
+
+
+# Dense batches
+
+
+class Dynamic:
+    """A dense step over poisoned caches, with its expected caches and output."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        seq: int,
+        selected: list[list[int]],
+        dtype: Any = np.float32,
+        capacity: int | None = 12,
+        int8: bool = False,
+        local: int = 0,
+        shared: bool = False,
+        seed: int = 0,
+        cache: Any = None,
+        **attributes: Any,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.dtype, self.int8, self.local, self.shared = np.dtype(dtype), int8, local, shared
+        self.lengths, self.seq, self.attributes, self.batch = lengths, seq, attributes, len(lengths)
+        self.total = max([seq, *lengths]) if attributes.get("fitting", True) else seq
+        attributes.pop("fitting", None)
+        b = self.batch
+        self.q, self.k, self.v = (rng.standard_normal((b, seq, n, H)).astype(self.dtype) for n in (N, G, G))
+        columns = max(map(len, selected), default=0)
+        rows = b * seq
+        self.counts = ints(*(len(selected[r % len(selected)]) for r in range(rows)))
+        self.indices = np.full((rows, columns), -1, np.int32)
+        for r in range(rows):
+            self.indices[r, : self.counts[r]] = selected[r % len(selected)]
+        self.key_scale, self.value_scale = (rng.uniform(0.02, 0.05, G * H).astype(np.float32) for _ in range(2))
+        self.cache_type = np.dtype(np.int8) if int8 else np.dtype(cache or self.dtype)
+        self.past: list[np.ndarray] | None = None
+        if capacity is not None:
+            shape = (b, G, capacity, H)
+            self.past = []
+            for _ in range(2):
+                if int8:
+                    array = rng.integers(-128, 128, shape).astype(np.int8)
+                else:
+                    array = rng.standard_normal(shape).astype(self.cache_type)
+                    for i, length in enumerate(lengths):
+                        array[i, :, max(0, length - seq) :] = np.nan
+                self.past.append(array)
+        self.capacity = max(capacity or 0, self.total)
+        self.aux_k, self.aux_v = (rng.standard_normal((b, G, 6, H)).astype(self.dtype) for _ in range(2))
+        self.sink = rng.standard_normal(N).astype(self.dtype)
+
+    def arguments(self, **more: Any) -> dict[str, Any]:
+        shape = (self.batch, self.seq, -1)
+        arguments: dict[str, Any] = {
+            "query": self.q.reshape(shape),
+            "key": self.k.reshape(shape),
+            "value": self.v.reshape(shape),
+            "selected_indices": self.indices,
+            "selected_counts": self.counts,
+            "seqlens_k": ints(*self.lengths) - 1,
+            "total_sequence_length": self.total,
+            "num_heads": N,
+            "kv_num_heads": G,
+        }
+        if self.past is not None:
+            arguments |= {"past_key": self.past[0].copy(), "past_value": self.past[1].copy()}
+        if self.int8:
+            arguments |= {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        if self.local:
+            arguments |= {
+                "attention_mode": "local_plus_selected",
+                "selected_kv_source": "auxiliary",
+                "local_window_size": self.local,
+                "auxiliary_key": self.aux_k,
+                "auxiliary_kv_shared": int(self.shared),
+            }
+            if not self.shared:
+                arguments["auxiliary_value"] = self.aux_v
+        attributes = dict(self.attributes)
+        if attributes.pop("sink", False):
+            arguments["head_sink"] = self.sink
+        return arguments | attributes | more
+
+    def expected(self, k: np.ndarray | None = None, q: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+        """With k and q for the keys and queries after norm and rotary."""
+        k, q = self.k if k is None else k, self.q if q is None else q
+        caches = [np.zeros((self.batch, G, self.capacity, H), self.cache_type) for _ in range(2)]
+        for cache, past, rows, scale in zip(
+            caches, self.past or [None, None], (k, self.v), (self.key_scale, self.value_scale), strict=True
+        ):
+            if past is not None:
+                cache[:, :, : past.shape[2]] = past
+            for b, length in enumerate(self.lengths):
+                for s in range(self.seq):
+                    p = length - self.seq + s
+                    if 0 <= p < self.capacity:
+                        row = rows[b, s]
+                        cache[b, :, p] = quantised(row, scale.reshape(G, H)) if self.int8 else row
+        values = [c.astype(np.float64) for c in caches]
+        if self.int8:
+            values[0] *= self.key_scale.astype(np.float64).reshape(1, G, 1, H)
+            values[1] *= self.value_scale.astype(np.float64).reshape(1, G, 1, H)
+        output = np.zeros((self.batch, self.seq, N, H))
+        for b, length in enumerate(self.lengths):
+            for s in range(self.seq):
+                sound = self.seq <= length <= self.capacity
+                pos = length - self.seq + s if sound else -1
+                entries = self.indices[b * self.seq + s, : self.counts[b * self.seq + s]]
+                for h in range(N):
+                    g = h // (N // G)
+                    if self.local:
+                        near = np.arange(max(0, pos - self.local + 1), pos + 1)
+                        far = entries[(entries >= 0) & (entries < 6)]
+                        aux_v = self.aux_k if self.shared else self.aux_v
+                        keys = np.concatenate([values[0][b, g, near], self.aux_k[b, g, far].astype(np.float64)])
+                        rows = np.concatenate([values[1][b, g, near], aux_v[b, g, far].astype(np.float64)])
+                    else:
+                        near = entries[(entries >= 0) & (entries <= pos)]
+                        keys, rows = values[0][b, g, near], values[1][b, g, near]
+                    x = (self.attributes.get("scale") or H**-0.5) * (keys @ q[b, s, h].astype(np.float64))
+                    sink = float(self.sink[h]) if self.attributes.get("sink") else None
+                    sink = 0.0 if sink is None and self.attributes.get("smooth_softmax") else sink
+                    output[b, s, h] = softmax_sum(x, rows, 0.0, sink)
+        return (output.reshape(self.batch, self.seq, N * H), *caches)
+
+    def check(self, **more: Any) -> Any:
+        arguments = self.arguments(**more)
+        result = ops.dynamic_sparse_attention(**arguments)
+        expected = self.expected()
+        assert [a.dtype for a in result] == [self.dtype, self.cache_type, self.cache_type, np.dtype(np.int32)]
+        for name, actual, cache in zip(("past_key", "past_value"), result[1:3], expected[1:], strict=True):
+            in_place = self.past is not None and self.past[0].shape[2] >= self.total
+            assert (actual is arguments.get(name)) == in_place
+            assert actual.tobytes() == cache.tobytes()
+            if self.past is not None and not in_place:
+                assert arguments[name].tobytes() == self.past[name == "past_value"].tobytes()
+        np.testing.assert_allclose(result[0].astype(np.float64), expected[0], **TOLERANCE[self.dtype.name])
+        assert result[3].shape == (1,)
+        return result
+
+
+ENTRIES = [[0, 9, 3, 9, -1, 1000000], [2], [], [5, 3, 1, 4]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capacity", [None, 0, 7, 10, 12])
+@pytest.mark.parametrize("mode", [{}, {"local": 3}, {"local": 100, "shared": True}])
+def test_dynamic_modes_caches_and_types(mode: dict[str, Any], capacity: int | None, dtype: Any) -> None:
+    Dynamic([10, 6], 2, ENTRIES, dtype, capacity, **mode).check()
+    Dynamic([10, 6], 2, ENTRIES, dtype, capacity, sink=True, scale=0.3, **mode).check()
+    Dynamic([10, 6], 2, ENTRIES, dtype, capacity, smooth_softmax=1, **mode).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", [{}, {"local": 3}])
+def test_dynamic_int8_and_half_caches(mode: dict[str, Any], dtype: Any) -> None:
+    for capacity in (7, 12):
+        Dynamic([10, 6], 2, ENTRIES, dtype, capacity, int8=True, **mode).check()
+        Dynamic([10, 6], 2, ENTRIES, dtype, capacity, cache=np.float16, **mode).check()
+
+
+def test_dynamic_codes_round_half_to_even_and_saturate() -> None:
+    case = Dynamic([1], 1, [[0]], capacity=2, int8=True)
+    case.key_scale[:], case.value_scale[:] = 1.0, 2.0
+    case.k[0, 0, 0, :8] = [0.5, 1.5, -0.5, -2.5, 200, -200, 127.5, -128.5]
+    case.v[0, 0, 0, :4] = [1, 3, 1e9, -1e9]
+    _, key, value, status = ops.dynamic_sparse_attention(**case.arguments())
+    assert key[0, 0, 0, :8].tolist() == [0, 2, 0, -2, 127, -128, 127, -128]
+    assert value[0, 0, 0, :4].tolist() == [0, 2, 127, -128]
+    assert status.tolist() == [0]
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dynamic_packed_norm_and_rotary(dtype: Any, interleaved: int) -> None:
+    rng = np.random.default_rng(2)
+    case = Dynamic([10, 6], 2, ENTRIES, dtype)
+    cos, sin = (rng.standard_normal((12, 4)).astype(dtype) for _ in range(2))
+    q_weight, k_weight = (rng.standard_normal(H).astype(dtype) for _ in range(2))
+    for positions in (None, np.array([[3, 11], [0, 12]], np.int64)):
+        at = np.array([[8, 9], [4, 5]]) if positions is None else positions
+        inside = (at < 12)[:, :, None, None]
+        table = np.minimum(at, 11)[:, :, None]
+
+        def prepared(x: np.ndarray, weight: np.ndarray, inside: Any = inside, table: Any = table) -> np.ndarray:
+            x = norm(x, weight)
+            return np.where(inside, rotated(x, cos[table], sin[table], 8, bool(interleaved)), x)
+
+        arguments = case.arguments(
+            cos_cache=cos, sin_cache=sin, do_rotary=1, rotary_interleaved=interleaved, rotary_offset=8,
+            q_norm_weight=q_weight, k_norm_weight=k_weight, position_ids=positions,
+        )  # fmt: skip
+        packed = np.concatenate([arguments.pop(name) for name in ("query", "key", "value")], axis=2)
+        output, key, value, status = ops.dynamic_sparse_attention(query=packed, **arguments)
+        k = prepared(case.k, k_weight)
+        expected = case.expected(k, prepared(case.q, q_weight))
+        tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[np.dtype(dtype).name]
+        np.testing.assert_allclose(key.astype(np.float64), expected[1].astype(np.float64), tolerance, tolerance)
+        assert value.tobytes() == expected[2].tobytes()
+        np.testing.assert_allclose(output.astype(np.float64), expected[0], **TOLERANCE[np.dtype(dtype).name])
+        assert status.tolist() == [6]  # entry 9 of the first row, whose token is at 8
+
+
+def test_dynamic_output_bf16() -> None:
+    case = Dynamic([10, 6], 2, ENTRIES, np.float16)
+    plain = ops.dynamic_sparse_attention(**case.arguments())
+    output, key, _, _ = ops.dynamic_sparse_attention(**case.arguments(output_bf16=1))
+    assert output.dtype == BF16 and key.dtype == np.float16 and key.tobytes() == plain[1].tobytes()
+    np.testing.assert_allclose(output.astype(np.float64), case.expected()[0], rtol=5e-3, atol=6e-3)
+    with pytest.raises(InvalidArgument, match="output_bf16"):
+        ops.dynamic_sparse_attention(**Dynamic([10, 6], 2, ENTRIES).arguments(output_bf16=1))
+
+
+@pytest.mark.parametrize("local", [0, 3])
+def test_dynamic_sequences_that_do_not_fit(local: int) -> None:
+    for lengths in ([1, 14], [0, 13], [-(2**31) + 1, 2**31 - 1]):
+        case = Dynamic(lengths, 2, [[0, 1, 2, 5]], local=local, fitting=False)
+        case.total = 2
+        assert case.check()[3].tolist() == [7]
+
+
+def test_dynamic_validation_status() -> None:
+    def status(case: Dynamic, **more: Any) -> int:
+        return int(ops.dynamic_sparse_attention(**case.arguments(**more))[3][0])
+
+    good = Dynamic([10, 6], 2, [[0, 3, 5], [1], [4, 2, 3], [0]])
+    assert status(good) == 0
+    rotary = {"cos_cache": np.ones((10, 4), np.float32), "sin_cache": np.ones((10, 4), np.float32), "do_rotary": 1}
+    assert status(good, **rotary) == 0
+    assert status(good, **rotary, position_ids=np.array([[0, 1], [2, 10]])) == 8
+    assert status(good, selected_counts=ints(3, 1, 4, 1)) == 1
+    assert status(good, selected_counts=ints(3, 1, -1, 1)) == 1
+    assert status(good, selected_counts=ints(2, 1, 3, 1)) == 2
+    assert status(good, selected_counts=ints(3, 2, 3, 1)) == 3
+    for entries, code in (([4, 6, 3], 4), ([4, 5, 3], 6), ([4, 3, 4], 5), ([-1, 4, 4], 3), ([4, 4, -1], 5)):
+        assert status(Dynamic([10, 6], 2, [[0, 3, 5], [1], entries, [0]])) == code
+    assert status(Dynamic([10, 6], 2, [[0, 3, 5], [1], [6], [0]], local=2)) == 4
+    assert status(Dynamic([10, 6], 2, [[0, 3, 5], [1], [5], [0]], local=2)) == 0
+    assert status(good, seqlens_k=ints(9, 0)) == 7
+    assert status(good, seqlens_k=ints(10, 5)) == 7  # above total_sequence_length
+    assert status(good, committed_length=ints(8, 4)) == 0
+    assert status(good, committed_length=ints(8, 5)) == 9
+    assert status(good, committed_length=ints(8)) == 9
+    assert status(good, committed_length=ints(11, 4), seqlens_k=ints(12, 5)) == 9
+    int8 = Dynamic([10, 6], 2, [[0, 3, 5], [1], [4, 2, 3], [0]], int8=True)
+    assert status(int8) == 0
+    for wrong in (0.0, -0.1, np.inf, np.nan):
+        scale = int8.value_scale.copy()
+        scale[5] = wrong
+        assert status(int8, value_scale=scale) == 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_dynamic_agrees_with_the_definition(data: Any) -> None:
+    batch, seq = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    lengths = data.draw(st.lists(st.integers(seq, 14), min_size=batch, max_size=batch))
+    entry = st.one_of(st.integers(-2, 15), st.sampled_from([-(2**31), 2**31 - 1]))
+    selected = data.draw(st.lists(st.lists(entry, max_size=9), min_size=1, max_size=3))
+    more = {
+        "capacity": data.draw(st.sampled_from([None, 3, 9, 14, 20])),
+        "local": data.draw(st.sampled_from([0, 1, 4, 50])),
+        "shared": data.draw(st.booleans()),
+        "sink": data.draw(st.booleans()),
+        "seed": data.draw(st.integers(0, 99)),
+    }
+    more["int8"] = more["capacity"] is not None and data.draw(st.booleans())
+    Dynamic(lengths, seq, selected, data.draw(st.sampled_from(DTYPES)), **more).check()
+
+
+def test_dynamic_out_views_and_scalars() -> None:
+    case = Dynamic([10, 6], 2, ENTRIES, np.float16, local=3)
+    plain = [a.tobytes() for a in ops.dynamic_sparse_attention(**case.arguments())]
+    for total in (10, np.int32(10), np.array(10), np.array([10]), [10]):
+        again = ops.dynamic_sparse_attention(**case.arguments(total_sequence_length=total))
+        assert [a.tobytes() for a in again] == plain
+    arguments = case.arguments()
+    for name, value in list(arguments.items()):
+        if isinstance(value, np.ndarray):
+            memory = np.empty(value.nbytes + 1, np.uint8)
+            view = memory[1:].view(value.dtype).reshape(value.shape)
+            if not name.startswith("past"):
+                view = np.zeros((*value.shape[:-1], 2 * value.shape[-1]), value.dtype)[..., ::2]
+            view[...] = value
+            arguments[name] = view
+    out = (np.zeros((2, 2, 2 * N * H), np.float16)[:, :, ::2], arguments["past_key"], None, ints(-1))
+    result = ops.dynamic_sparse_attention(**arguments, out=out)
+    assert result[0] is out[0] and result[1] is arguments["past_key"] and result[3] is out[3]
+    assert [a.tobytes() for a in result] == plain
+    grown = Dynamic([10, 6], 2, ENTRIES, np.float16, capacity=9)
+    fresh = np.full((2, G, 10, H), 7, np.float16)
+    result = ops.dynamic_sparse_attention(**grown.arguments(), out=(None, fresh))
+    assert result[1] is fresh and fresh.tobytes() == grown.expected()[1].tobytes()
+
+
+def test_dynamic_torch() -> None:
+    torch = pytest.importorskip("torch")
+    for capacity in (9, 12):
+        case = Dynamic([10, 6], 2, ENTRIES, np.float16, capacity)
+        expected = ops.dynamic_sparse_attention(**case.arguments())
+        arguments = {n: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in case.arguments().items()}
+        result = ops.dynamic_sparse_attention(**arguments)
+        assert [a.numpy().tobytes() for a in result] == [a.tobytes() for a in expected]
+        assert (result[1] is arguments["past_key"]) == (capacity == 12)
+
+
+def test_dynamic_rejections_name_the_argument_and_write_nothing() -> None:
+    main, near = Dynamic([10, 6], 2, ENTRIES), Dynamic([10, 6], 2, ENTRIES, local=3)
+    int8, f16 = Dynamic([10, 6], 2, ENTRIES, int8=True), np.float16
+    wrong: list[tuple[str, Dynamic, dict[str, Any]]] = [
+        ("num_heads", main, {"num_heads": 0}),
+        ("kv_num_heads", main, {"kv_num_heads": 3}),
+        ("is_causal", main, {"is_causal": 0}),
+        ("attention_mode", main, {"attention_mode": "local_plus_selected", "local_window_size": 2}),
+        ("selected_kv_source", main, {"selected_kv_source": "auxiliary"}),
+        ("attention_mode", main, {"attention_mode": "all"}),
+        ("local_window_size", near, {"local_window_size": -1}),
+        ("local_window_size", main, {"local_window_size": 0}),
+        ("scale", main, {"scale": -1.0}),
+        ("scale", main, {"scale": float("inf")}),
+        ("rotary_offset", main, {"rotary_offset": 4}),
+        ("qk_norm_epsilon", main, {"qk_norm_epsilon": -1.0}),
+        ("smooth_softmax", main, {"smooth_softmax": 2}),
+        ("query", main, {"query": main.q.reshape(4, -1)}),
+        ("key", main, {"key": main.k.reshape(2, 2, -1).astype(f16)}),
+        ("past_key", main, {"past_key": None}),
+        ("past_value", main, {"past_value": None}),
+        ("past_key", main, {"past_key": np.zeros((2, G, 12, 8), np.float32)}),
+        ("total_sequence_length", main, {"total_sequence_length": 1}),
+        ("total_sequence_length", main, {"total_sequence_length": [10, 10]}),
+        ("total_sequence_length", main, {"total_sequence_length": None}),
+        ("key_scale", main, {"key_scale": main.key_scale}),
+        ("key_scale", int8, {"key_scale": None}),
+        ("value_scale", int8, {"value_scale": int8.value_scale[:3]}),
+        ("auxiliary_key", main, {"auxiliary_key": main.aux_k}),
+        ("auxiliary_key", near, {"auxiliary_key": None, "auxiliary_value": None}),
+        ("auxiliary_value", near, {"auxiliary_value": None}),
+        ("auxiliary_value", near, {"auxiliary_value": near.aux_v[:, :, :2]}),
+        ("selected_indices", main, {"selected_indices": main.indices[:3]}),
+        ("selected_counts", main, {"selected_counts": main.counts.reshape(2, 2)}),
+        ("seqlens_k", main, {"seqlens_k": ints(1)}),
+        ("committed_length", main, {"committed_length": ints(1, 2, 3)}),
+        ("position_ids", main, {"position_ids": ints([1, 2], [3, 4])}),
+        ("cos_cache", main, {"do_rotary": 1}),
+        ("head_sink", main, {"head_sink": np.zeros(3, np.float32)}),
+        ("k_norm_weight", main, {"q_norm_weight": np.zeros(H, np.float32)}),
+        ("out", main, {"out": np.zeros((2, 2, 3), np.float32)}),
+        ("out", main, {"out": (None, np.zeros((2, G, 12, H), np.float32))}),
+    ]  # fmt: skip
+    for name, case, change in wrong:
+        arguments = case.arguments() | change
+        with pytest.raises(InvalidArgument, match=name):
+            ops.dynamic_sparse_attention(**arguments)
+        assert case.past is not None
+        for cache, before in zip(("past_key", "past_value"), case.past, strict=True):
+            assert cache in change or arguments[cache].tobytes() == before.tobytes(), name
+    with pytest.raises(TypeError, match="seqlens_k"):
+        ops.dynamic_sparse_attention(**{n: v for n, v in main.arguments().items() if n != "seqlens_k"})

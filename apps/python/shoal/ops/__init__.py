@@ -6,7 +6,8 @@ Inputs and attributes are keyword arguments under the names of the published sch
 or to the schema's default. The result is the outputs in order: one array when there is one output, else a tuple, with
 None for one that does not apply. It is of the library that the inputs are of, all of one.
 
-- KV caches are changed in place and returned. States are new arrays unless `out=` names memory.
+- KV caches are changed in place and returned; one without room is left alone, and a new one comes back. States are new
+  arrays unless `out=` names memory.
 - `out=` is one array or a tuple in output order, with None for a new array. A state's may be its own input.
 - Views, strides and any offsets are legal. Inputs are copied where an operator needs them otherwise; what must be
   changed in place never is.
@@ -36,7 +37,7 @@ from shoal.ops.selection import (
     sparse_attention_selection_merge,
     sparse_row_select,
 )
-from shoal.ops.sparse_attention import sparse_paged_attention
+from shoal.ops.sparse_attention import dynamic_sparse_attention, sparse_paged_attention
 
 for _name in _missing.NAMES:
     globals()[_name] = _missing.missing(_name)
@@ -44,6 +45,7 @@ for _name in _missing.NAMES:
 __all__ = [
     "causal_conv_with_state",
     "dequantize",
+    "dynamic_sparse_attention",
     "explain",
     "gated_delta_net",
     "gated_latent_pool",

@@ -112,7 +112,7 @@ class Array:
     @property
     def self_overlapping(self) -> bool:
         _, _, shape, strides = self.view
-        return any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
+        return 0 not in shape and any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
 
     def extent(self) -> tuple[int, int]:
         """The first byte and the byte behind the last one; equal if there is no element."""

@@ -103,8 +103,16 @@ class _Prepared:
                 raise InvalidArgument(
                     f"{self.op}: {out.name} has elements that share memory, expected one place for each"
                 )
-            if self.spec["uses"].get(alias) == "in_place" and out.view != self.arrays[alias].view:
+            changed = self._changed(alias, wanted)
+            if changed is not None and out.view != changed.view:
                 raise InvalidArgument(f"{self.op}: {out.name} is other memory than {alias}, expected {alias} itself")
+
+    def _changed(self, alias: str, wanted: Any) -> Array | None:
+        """The input whose memory this output is. A cache without room is not changed: the output is a new array."""
+        array = self.arrays.get(alias)
+        if array is None or self.spec["uses"][alias] != "in_place" or tuple(array.view[2]) != tuple(wanted[1]):
+            return None
+        return array
 
     def _works_in(self, out: Array, state: Array | None, taken: list[Array]) -> bool:
         """Whether the operator may write into this memory at once; otherwise the result is copied there at the end."""
@@ -132,9 +140,10 @@ class _Prepared:
                 memory.append(None)
                 results.append(None)
                 continue
-            if self.spec["uses"].get(alias) == "in_place":
-                memory.append(self.arrays[alias])
-                results.append(self.arrays[alias].original)
+            changed = self._changed(alias, wanted)
+            if changed is not None:
+                memory.append(changed)
+                results.append(changed.original)
                 continue
             if out is not None and self._works_in(out, self.arrays.get(alias), given):
                 target = out

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 from shoal.errors import Unsupported
 
 NAMES = (
-    "dynamic_sparse_attention",
     "packed_sparse_attention_indexer",
     "sparse_attention_indexer",
 )

@@ -109,3 +109,102 @@ def sparse_paged_attention(
     Source: ONNX Runtime com.microsoft::SparsePagedAttention.
     """
     return call("sparse_paged_attention", locals())
+
+
+def dynamic_sparse_attention(
+    *,
+    query: Any,
+    key: Any = None,
+    value: Any = None,
+    past_key: Any = None,
+    past_value: Any = None,
+    auxiliary_key: Any = None,
+    auxiliary_value: Any = None,
+    selected_indices: Any,
+    selected_counts: Any,
+    seqlens_k: Any,
+    total_sequence_length: Any,
+    cos_cache: Any = None,
+    sin_cache: Any = None,
+    position_ids: Any = None,
+    q_norm_weight: Any = None,
+    k_norm_weight: Any = None,
+    head_sink: Any = None,
+    committed_length: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float | None = None,
+    is_causal: int = 1,
+    attention_mode: str = "selected_only",
+    selected_kv_source: str = "main",
+    local_window_size: int = -1,
+    auxiliary_kv_shared: int = 0,
+    smooth_softmax: int = 0,
+    output_bf16: int = 0,
+    do_rotary: int = 0,
+    rotary_interleaved: int = 0,
+    rotary_offset: int = 0,
+    qk_norm_epsilon: float = 1e-6,
+    out: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Appends the keys and values of a dense batch to contiguous caches, then attends to selected positions.
+
+    Sequence b has seqlens_k[b] + 1 tokens with its S new ones, which stand at its end. A token at position pos attends
+    in one softmax to the first selected_counts entries of its row of selected_indices that are valid:
+
+    - attention_mode "selected_only" with selected_kv_source "main": positions 0 to pos of the cache;
+    - "local_plus_selected" with "auxiliary": rows of the auxiliary cache, together with the last local_window_size
+      positions up to pos of the main one.
+
+    Equal entries each carry weight. A token without a valid entry is zero, also with a sink. A sequence whose length
+    does not fit S and the cache reads nothing of the main cache and writes only the rows that land inside it.
+
+    Sizes: N num_heads, G kv_num_heads (divides N), H head size, C capacity, L rows of the auxiliary cache, M entries, B
+    sequences of S new tokens; T the type of `value` (packed: of `query`), or bfloat16 with output_bf16. Inputs of type
+    T may also be of the type of `query`.
+
+    Args:
+        query: [B, S, N * H] float32, float16 or bfloat16; packed Q, K, V [B, S, (N + 2 G) * H] when `key` and `value`
+            are absent.
+        key, value: [B, S, G * H]; `key` is of the type of `query`.
+        past_key, past_value: [B, G, C, H] of the type of `query`, float16 or int8, contiguous. With room for
+            total_sequence_length they are **changed in place**; otherwise, or without them, new caches of that capacity
+            come back: what they hold, then zeros, then the new rows.
+        auxiliary_key, auxiliary_value: [B, G, L, H] T, with selected_kv_source "auxiliary" only; the value may be
+            absent with auxiliary_kv_shared: the key then.
+        selected_indices: [B * S, M] int32.
+        selected_counts: [B * S] int32, clamped to 0 ... M.
+        seqlens_k: [B] int32, total length minus one.
+        total_sequence_length: the largest total length, an int or one int32; at least S.
+        cos_cache, sin_cache: [max_pos, rotary_dim / 2] T, with do_rotary. Outside them a head is not turned.
+        position_ids: [B, S] int64, rotary positions in place of the tokens' own.
+        q_norm_weight, k_norm_weight: [H] T, RMS norm of heads before rotary (qk_norm_epsilon).
+        head_sink: [N] T, one more logit in each head's softmax.
+        committed_length: [1] or [B] int32, tokens before this step: for validation_status only.
+        key_scale, value_scale: G * H elements float32, with an int8 cache: codes are x / scale, rounded half to even.
+        scale: None or 0 is 1 / sqrt(H).
+        is_causal: 1.
+        local_window_size: keys of the window, the token itself included; positive with local_plus_selected.
+        smooth_softmax: a sink of 0 where head_sink is absent.
+        output_bf16: a bfloat16 output of float16 query, key and value.
+        rotary_interleaved, rotary_offset: pairs (2i, 2i + 1); the first rotated channel, a multiple of 8.
+        out: (output, present_key, present_value, validation_status), shorter, or the output alone; a cache that is
+            changed in place can only be itself.
+
+    Returns:
+        (output [B, S, N * H] T, present_key, present_value, validation_status [1] int32). The status is 0, or the first
+        that holds of: 10 a scale that is not positive and finite; 9 committed_length + S is not the total length, or
+        that does not fit; and then, of the first row that has one: 7 a length that fits neither S, nor
+        total_sequence_length, nor the cache; 8 a rotary position outside the tables; 1 a count outside 0 ... M; 2 an
+        entry after the count that is not -1; 3 a negative one; 4 one beyond its source; 6 one after pos; 5 one seen
+        before.
+
+    Raises:
+        InvalidArgument: names the input or attribute; nothing has been written.
+        Unsupported: arrays on a device that this build has no path for.
+
+    Source: ONNX Runtime com.microsoft::DynamicSparseAttention.
+    """
+    return call("dynamic_sparse_attention", locals())
