@@ -23,14 +23,14 @@ held to, chosen with the context's `variant`.
 """
 
 
-def python_names() -> dict[str, str]:
-    """Struct of arguments -> name in shoal.ops."""
-    names = {}
+def python_names() -> dict[str, list[str]]:
+    """Struct of arguments -> names in shoal.ops."""
+    names: dict[str, list[str]] = {}
     for path in sorted(BINDINGS.glob("ops_*.cpp")):
         text = path.read_text()
         structs = dict(re.findall(r"using (\w+) = (?:\w+::)*(\w+Args);", text))
         for struct, name in re.findall(r"OperatorTraits<(\w+)> \w+\{\s*\.name = \"(\w+)\"", text):
-            names[structs.get(struct, struct)] = name
+            names.setdefault(structs.get(struct, struct), []).append(name)
     return names
 
 
@@ -63,7 +63,7 @@ def document() -> str:
         text = header.read_text()
         comment = leading_comment(text)
         found = structs(text)
-        here = [names.pop(name) for name in found if name in names]
+        here = [name for struct in found for name in names.pop(struct, [])]
         source = re.search(r"^Source:?\s+(.*)$", text.replace("// ", ""), re.MULTILINE)
         title = comment.splitlines()[0]
         cells = [
