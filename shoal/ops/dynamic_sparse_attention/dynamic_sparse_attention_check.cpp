@@ -202,12 +202,14 @@ void resolve_indices(const DynamicSparseAttentionArgs& args, Problem& p) {
   p.lengths = matrix_of(args.seqlens_k);
   p.max_selected = selected;
   if (args.committed_length) {
-    match.tensor("committed_length", args.committed_length).rank(1).type(DType::kI32);
-    const int64_t count = args.committed_length.dim(0);
+    match.tensor("committed_length", args.committed_length).type(DType::kI32);
+    const int64_t count = args.committed_length.num_elements();
+    expect(args.committed_length.rank < 2, "committed_length has ", args.committed_length.rank,
+           " dimensions, expected 1");
     expect(count == 1 || count == p.batch, "committed_length has ", count,
            " elements, expected 1 or batch_size = ", p.batch);
-    p.committed = matrix_of(args.committed_length);
-    p.committed.row_stride = count == 1 ? 0 : p.committed.row_stride;
+    p.committed.data = args.committed_length.as<const std::byte>();
+    p.committed.row_stride = count == 1 ? 0 : args.committed_length.stride(0) * item_bytes(args.committed_length);
   }
 }
 

@@ -239,7 +239,7 @@ class Step {
   int64_t max_selected = 0;
   DType type = DType::kF32;
   Ints indices, counts;
-  std::vector<float> scales = std::vector<float>(400);
+  std::vector<float> scales = std::vector<float>(520);
   int32_t status = -1;
   int32_t total = 0;
   TensorView query, key, value, past_key, past_value, present_key, present_value, auxiliary_key, auxiliary_value;
@@ -595,6 +595,11 @@ TEST(DynamicSparseAttentionStatus, Codes) {
          committed = {9, 4};
          a.committed_length = TensorView(committed.data(), DType::kI32, {2});
        }},
+      {9, "one cursor without a dimension", false, DType::kF32,
+       [](Step&, A& a) {
+         committed = {9};
+         a.committed_length = TensorView(committed.data(), DType::kI32, std::span<const int64_t>());
+       }},
       {9, "one cursor for two lengths", false, DType::kF32,
        [](Step&, A& a) {
          committed = {9};
@@ -846,6 +851,10 @@ TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
       {"seqlens_k has shape [1]", [](Step&, A& a) { a.seqlens_k = shaped(a.seqlens_k, {1}); }},
       {"committed_length has 3 elements, expected 1 or batch_size = 2",
        [](Step&, A& a) { a.committed_length = shaped(a.selected_counts, {3}); }},
+      {"committed_length has 2 dimensions, expected 1",
+       [](Step&, A& a) {
+         a.committed_length = shaped(a.seqlens_k, {2, 1});
+       }},
       {"cos_cache is required when sin_cache", [](Step& s, A& a) { a.sin_cache = s.sin; }},
       {"sin_cache is required when cos_cache", [](Step& s, A& a) { a.cos_cache = s.cos; }},
       {"cos_cache and sin_cache are required with do_rotary = 1", [](Step&, A& a) { a.do_rotary = true; }},

@@ -65,6 +65,7 @@ void paged_attention(const PagedAttentionArgs& args, const OpContext& context) {
   require(context.variant.empty() || context.variant == "cpu" || context.variant == "ref", "paged_attention: variant '",
           printable(context.variant), "' is unknown, expected cpu or ref");
   const paged::Problem problem = paged::check(args, /*shapes_only=*/false);
+  paged::check_page_ids(args, problem);
   if (problem.num_tokens == 0) {
     return;
   }

@@ -4,7 +4,7 @@
 
 #include "shoal/base/checked.h"
 #include "shoal/base/text.h"
-#include "shoal/ops/paged_problem.h"
+#include "shoal/ops/paged_attention/paged_attention_plan.h"
 #include "shoal/tensor/matcher.h"
 
 namespace shoal::paged {
@@ -354,21 +354,6 @@ void check_devices(std::string_view op, const PagedAttentionArgs& args) {
   }
 }
 
-// A wrong page id is masked in release builds; a debug build names it.
-void check_page_ids([[maybe_unused]] std::string_view op, [[maybe_unused]] const PagedAttentionArgs& args,
-                    [[maybe_unused]] const Problem& p) {
-#ifndef NDEBUG
-  for (int64_t seq_idx = 0; seq_idx < p.num_seqs; ++seq_idx) {
-    for (int64_t column = 0; column < p.num_columns; ++column) {
-      const int32_t page =
-          args.block_table.as<int32_t>()[seq_idx * args.block_table.stride(0) + column * args.block_table.stride(1)];
-      expect(op, page >= -1 && page < p.num_pages, "block_table[", seq_idx, "][", column, "] is ", page,
-             ", expected -1 or a page below ", p.num_pages);
-    }
-  }
-#endif
-}
-
 }  // namespace
 
 Problem check(const PagedAttentionArgs& args, bool shapes_only, std::string_view op) {
@@ -387,10 +372,20 @@ Problem check(const PagedAttentionArgs& args, bool shapes_only, std::string_view
   p.is_causal = args.is_causal;
   p.window = args.local_window_size > 0 ? args.local_window_size : 0;
   p.softcap = args.softcap;
-  if (!shapes_only) {
-    check_page_ids(op, args, p);
-  }
   return p;
+}
+
+void check_page_ids([[maybe_unused]] const PagedAttentionArgs& args, [[maybe_unused]] const Problem& p) {
+#ifndef NDEBUG
+  for (int64_t seq_idx = 0; seq_idx < p.num_seqs; ++seq_idx) {
+    for (int64_t column = 0; column < p.num_columns; ++column) {
+      const int32_t page =
+          args.block_table.as<int32_t>()[seq_idx * args.block_table.stride(0) + column * args.block_table.stride(1)];
+      expect("paged_attention", page >= -1 && page < p.num_pages, "block_table[", seq_idx, "][", column, "] is ", page,
+             ", expected -1 or a page below ", p.num_pages);
+    }
+  }
+#endif
 }
 
 }  // namespace shoal::paged

@@ -77,6 +77,9 @@ struct Plan {
   int64_t num_rows() const { return problem->num_tokens * problem->num_heads; }
 };
 
+// A wrong page id is masked in release builds; a debug build names it.
+void check_page_ids(const PagedAttentionArgs& args, const Problem& problem);
+
 // Sizes only.
 Plan make_plan(const Problem& problem, int num_threads);
 // Bytes of all arrays, and their places.
