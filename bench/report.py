@@ -67,7 +67,53 @@ def parity(result: dict) -> str:
     )
 
 
-SECTIONS = {"peers_cpu": peers_cpu, "parity": parity}
+def ops_peers(result: dict) -> str:
+    roof = result["read_bytes_per_s"]
+    lines = [
+        f"## Operators against ONNX Runtime, {result['processor']}",
+        "",
+        f"{result['threads']} threads, median of {result['rounds']} interleaved rounds through `shoal.ops` and an ONNX "
+        f"Runtime session on the same arrays, {result['date']}, commit {result['commit']}; "
+        f"{', '.join(result['packages'])}. Reading memory: {roof / 1e9:.1f} GB/s. `bench/ops_peers.py`",
+        "",
+        "| | shoal, us | onnxruntime, us | ratio | weight and state GB/s (share of reading) | GFLOP/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in result["results"].items():
+        own, peer = row["seconds"]["shoal"], row["seconds"]["onnxruntime"]
+        rate = row["bytes"] / own
+        lines.append(
+            f"| {name} | {own * 1e6:.0f} | {peer * 1e6:.0f} | {peer / own:.2f} | {rate / 1e9:.1f} "
+            f"({100 * rate / roof:.0f} %) | {row['flops'] / own / 1e9:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def first_run(result: dict) -> str:
+    extra = (result["peak_bytes"] - result["weight_bytes"] - result["kv_bytes"]) / 1e6
+    rows = {
+        "`make demo` on a clean clone, build included": f"{result['demo_s']:.0f} s",
+        "`make demo` again": f"{result['demo_again_s']:.1f} s",
+        "`make test` after it, its build included": f"{result['test_s']:.0f} s" if "test_s" in result else None,
+        "tests": result.get("tests"),
+        "loading the model, warm": f"{result['load_s']:.2f} s",
+        "peak memory beyond weights and KV cache": f"{extra:.0f} MB",
+    }
+    return "\n".join(
+        [
+            f"## First run, {result['processor']}",
+            "",
+            f"{result['threads']} cores, {result['model']}, {result['date']}, commit {result['commit']}. "
+            "`bench/first_run.py`",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in rows.items() if value),
+        ]
+    )
+
+
+SECTIONS = {"first_run": first_run, "ops_peers": ops_peers, "peers_cpu": peers_cpu, "parity": parity}
 
 
 def document() -> str:

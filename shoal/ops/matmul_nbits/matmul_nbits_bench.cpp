@@ -1,5 +1,4 @@
-// Times of matmul_nbits on the best instruction set. bench/matmul_nbits_peer.py
-// prints the same lines for ONNX Runtime.
+// Times of matmul_nbits on the best instruction set; bench/ops_peers.py compares with ONNX Runtime.
 //
 //   matmul_nbits_bench [threads] [n = k] [bits,...] [m,...]
 #include <algorithm>
