@@ -126,7 +126,9 @@ TensorView slice(const TensorView& view, int64_t index) {
     part.shape[static_cast<size_t>(axis)] = view.dim(axis + 1);
     part.strides[static_cast<size_t>(axis)] = view.stride(axis + 1);
   }
-  part.data = view.as<std::byte>() + index * view.stride(0) * static_cast<int64_t>(size_of(view.dtype));
+  if (view.data != nullptr) {
+    part.data = view.as<std::byte>() + index * view.stride(0) * static_cast<int64_t>(size_of(view.dtype));
+  }
   return part;
 }
 

@@ -1,4 +1,4 @@
-// Calls against the definition in f64 of packed_sparse_attention_indexer_cases.h; exact ties; malformed requests,
+// Calls against the definition in f64 of ops/indexer_cases.h; exact ties; malformed requests,
 // captures and index sharing; rejections.
 #include "shoal/ops/packed_sparse_attention_indexer/packed_sparse_attention_indexer.h"
 
@@ -6,8 +6,8 @@
 
 #include <functional>
 
+#include "shoal/ops/indexer_cases.h"
 #include "shoal/ops/indexer_rows.h"
-#include "shoal/ops/packed_sparse_attention_indexer/packed_sparse_attention_indexer_cases.h"
 #include "shoal/ops/top_indices.h"
 #include "shoal/tensor/matcher.h"
 #include "testkit/expect_error.h"
@@ -1036,16 +1036,16 @@ TEST(PackedSparseAttentionIndexer, RejectsHalfOfIndexSharing) {
   const Args plain = r.bound.args;
   share(r.bound, 0, 0);
   packed_sparse_attention_indexer_shapes(r.bound.args);
-  using Member = TensorView Args::*;
-  for (const auto& [name, member] : {std::pair{"indexshare_mode", Member{&Args::indexshare_mode}},
-                                     {"merged_indices", &Args::merged_indices},
-                                     {"merged_counts", &Args::merged_counts},
-                                     {"merged_status", &Args::merged_status}}) {
-    r.expect(concat(name, " is required with max_output_entries"), [&](Args& a) { a.*member = {}; });
-    r.expect(concat(name, " must be absent when max_output_entries is 0"), [&](Args& a) {
-      const TensorView given = a.*member;
+  const std::pair<const char*, TensorView Args::*> inputs[] = {{"indexshare_mode", &Args::indexshare_mode},
+                                                               {"merged_indices", &Args::merged_indices},
+                                                               {"merged_counts", &Args::merged_counts},
+                                                               {"merged_status", &Args::merged_status}};
+  for (const auto& input : inputs) {
+    r.expect(concat(input.first, " is required with max_output_entries"), [&](Args& a) { a.*input.second = {}; });
+    r.expect(concat(input.first, " must be absent when max_output_entries is 0"), [&](Args& a) {
+      const TensorView given = a.*input.second;
       a = plain;
-      a.*member = given;
+      a.*input.second = given;
     });
   }
   testkit::BoundTensors t;

@@ -1,5 +1,6 @@
-// Problems for packed_sparse_attention_indexer: requests as whole histories of tokens, from which the state before a
-// call and the one after it follow; a definition in f64 that knows nothing of buffers or windows that a call closes.
+// Problems for the tests of the sparse attention indexers: requests as whole histories of tokens, from which the state
+// before a call and the one after it follow; a definition in f64 that knows nothing of buffers or windows that a call
+// closes.
 #pragma once
 
 #include <algorithm>
