@@ -11,7 +11,6 @@ import pytest
 from ops_reference import BF16, FP8
 
 from shoal import InvalidArgument, Unsupported, _core, ops
-from shoal.ops import _missing
 
 RNG = np.random.default_rng(7)
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5}
@@ -57,14 +56,6 @@ def test_signatures_are_the_fields_of_the_binding(name: str) -> None:
     parameters = inspect.signature(getattr(ops, name)).parameters
     assert set(parameters) == {*_core.ops.operators()[name]["uses"], "out"}
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
-
-
-@pytest.mark.parametrize("name", _missing.NAMES)
-def test_operators_that_are_not_there_say_so(name: str) -> None:
-    with pytest.raises(Unsupported, match=name):
-        getattr(ops, name)(anything=1)
-    with pytest.raises(Unsupported, match=name):
-        ops.explain(name, anything=1)
 
 
 def test_missing_and_unknown_keywords_are_type_errors() -> None:

@@ -206,6 +206,14 @@ void Fields::attribute(const char* name, float& value) {
   value = static_cast<float>(number);
 }
 
+void Fields::attribute(const char* name, std::optional<float>& value) {
+  float number = 0.0f;
+  attribute(name, number);
+  if (attributes_.is_valid() && attributes_.contains(name) && !attributes_[name].is_none()) {
+    value = number;
+  }
+}
+
 void Fields::attribute(const char* name, bool& value) {
   int64_t integer = value ? 1 : 0;
   attribute(name, integer);
@@ -275,6 +283,7 @@ void bind_ops(nb::module_& module) {
   add_convolutions();
   add_experts();
   add_formats();
+  add_indexers();
   add_products();
   add_recurrences();
   add_selections();

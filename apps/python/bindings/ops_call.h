@@ -47,6 +47,7 @@ class Fields {
   void attribute(const char* name, int64_t& value);
   void attribute(const char* name, std::optional<int64_t>& value);
   void attribute(const char* name, float& value);
+  void attribute(const char* name, std::optional<float>& value);
   void attribute(const char* name, bool& value);
   void attribute(const char* name, std::string_view& value);
   void attribute(const char* name, DType& value);
@@ -160,6 +161,7 @@ void add_attention();
 void add_convolutions();
 void add_experts();
 void add_formats();
+void add_indexers();
 void add_products();
 void add_recurrences();
 void add_selections();

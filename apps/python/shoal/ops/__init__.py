@@ -23,12 +23,12 @@ import inspect
 from typing import Any
 
 from shoal.errors import InvalidArgument
-from shoal.ops import _missing
 from shoal.ops._call import describe_variant
 from shoal.ops.attention import paged_attention
 from shoal.ops.convolution import causal_conv_with_state, varlen_causal_conv_with_state
 from shoal.ops.experts import moe_group_router, moe_packed, moe_router, qmoe
 from shoal.ops.formats import dequantize, quantize
+from shoal.ops.indexers import packed_sparse_attention_indexer, sparse_attention_indexer
 from shoal.ops.matmul import matmul_fp4, matmul_fp8, matmul_nbits, matmul_packed
 from shoal.ops.recurrence import gated_delta_net, linear_attention, linear_attention_gate, mamba2_verify
 from shoal.ops.selection import (
@@ -38,9 +38,6 @@ from shoal.ops.selection import (
     sparse_row_select,
 )
 from shoal.ops.sparse_attention import dynamic_sparse_attention, sparse_paged_attention
-
-for _name in _missing.NAMES:
-    globals()[_name] = _missing.missing(_name)
 
 __all__ = [
     "causal_conv_with_state",
@@ -59,15 +56,16 @@ __all__ = [
     "moe_group_router",
     "moe_packed",
     "moe_router",
+    "packed_sparse_attention_indexer",
     "packed_sparse_attention_indexer_merge",
     "paged_attention",
     "qmoe",
     "quantize",
+    "sparse_attention_indexer",
     "sparse_attention_selection_merge",
     "sparse_paged_attention",
     "sparse_row_select",
     "varlen_causal_conv_with_state",
-    *_missing.NAMES,
 ]
 
 
@@ -79,8 +77,6 @@ def explain(name: str, /, **arguments: Any) -> str:
     function = globals().get(name) if name in __all__ else None
     if function is None or name in ("explain", "quantize", "dequantize"):
         raise InvalidArgument(f"explain: no operator {name!r}")
-    if name in _missing.NAMES:
-        function(**arguments)
     bound = inspect.signature(function).bind(**arguments)
     bound.apply_defaults()
     return describe_variant(name, bound.arguments)
