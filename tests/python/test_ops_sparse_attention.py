@@ -233,7 +233,12 @@ def test_paged_modes_and_sources(mode: dict[str, Any], dtype: Any) -> None:
 @pytest.mark.parametrize("int8", ["PER_TENSOR", "PER_CHANNEL"])
 def test_paged_int8_caches_hold_the_exact_codes(int8: str, dtype: Any) -> None:
     for mode in MODES:
-        Paged([15, 3], [4, 2], SELECTED, dtype, int8, **mode).check()
+        case = Paged([15, 3], [4, 2], SELECTED, dtype, int8, **mode)
+        case.check()
+        if int8 == "PER_CHANNEL":
+            case.check(k_scale=case.k_scale.reshape(G, 1, H), v_scale=case.v_scale.reshape(1, G, H))
+        else:
+            case.check(k_scale=case.k_scale.reshape(()), v_scale=case.v_scale.reshape(1, 1))
 
 
 @pytest.mark.parametrize("int8", ["", "PER_CHANNEL"])
@@ -661,8 +666,12 @@ def test_dynamic_validation_status() -> None:
     assert status(good, committed_length=ints(8, 5)) == 9
     assert status(good, committed_length=ints(8)) == 9
     assert status(good, committed_length=ints(11, 4), seqlens_k=ints(12, 5)) == 9
+    for committed in (np.array(4, np.int32), ints(4)):
+        assert status(Dynamic([6], 2, [[0]]), committed_length=committed) == 0
+        assert status(Dynamic([7], 2, [[0]]), committed_length=committed) == 9
     int8 = Dynamic([10, 6], 2, [[0, 3, 5], [1], [4, 2, 3], [0]], int8=True)
     assert status(int8) == 0
+    assert status(int8, key_scale=int8.key_scale.reshape(G, 1, H)) == 0
     for wrong in (0.0, -0.1, np.inf, np.nan):
         scale = int8.value_scale.copy()
         scale[5] = wrong

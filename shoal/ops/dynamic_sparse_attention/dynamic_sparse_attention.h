@@ -110,7 +110,7 @@ struct DynamicSparseAttentionShapes {
 DynamicSparseAttentionShapes dynamic_sparse_attention_shapes(const DynamicSparseAttentionArgs& args);
 size_t dynamic_sparse_attention_workspace_bytes(const DynamicSparseAttentionArgs& args, int num_threads);
 
-// Variants: "cpu" (the default) and "ref" are one path.
+// One variant, "cpu".
 void dynamic_sparse_attention(const DynamicSparseAttentionArgs& args, const OpContext& context);
 
 }  // namespace shoal

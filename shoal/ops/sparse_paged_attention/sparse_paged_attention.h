@@ -106,7 +106,7 @@ struct SparsePagedAttentionShapes {
 SparsePagedAttentionShapes sparse_paged_attention_shapes(const SparsePagedAttentionArgs& args);
 size_t sparse_paged_attention_workspace_bytes(const SparsePagedAttentionArgs& args, int num_threads);
 
-// Variants: "cpu" (the default) and "ref" are one path.
+// One variant, "cpu".
 void sparse_paged_attention(const SparsePagedAttentionArgs& args, const OpContext& context);
 
 }  // namespace shoal
