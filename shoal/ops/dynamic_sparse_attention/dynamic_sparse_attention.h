@@ -9,9 +9,8 @@
 //
 // over the entries of a token at position pos, in this order:
 //
-//   selected_only, main             the first selected_counts (clamped to 0 ... M) entries of its row of
-//   selected_indices
-//                                   that are positions in 0 ... pos
+//   selected_only, main             the first selected_counts (clamped to 0 ... M) entries of the token's row of
+//                                   selected_indices, those that are positions in 0 ... pos
 //   local_plus_selected, auxiliary  positions max(0, pos - local_window_size + 1) to pos of the main cache, then the
 //                                   selected entries that are rows in 0 ... L - 1 of the auxiliary cache
 //

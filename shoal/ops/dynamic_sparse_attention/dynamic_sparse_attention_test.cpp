@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <memory>
 
@@ -541,10 +540,10 @@ TEST(DynamicSparseAttentionStatus, Codes) {
   static std::vector<int64_t> positions;
   const struct {
     int32_t code;
-    std::string what;
+    const char* what;
     bool local;
     DType cache;
-    std::function<void(Step&, A&)> change;
+    void (*change)(Step&, A&);
   } cases[] = {
       {0, "sound", false, DType::kF32, [](Step&, A&) {}},
       {0, "sound auxiliary", true, DType::kF32, [](Step&, A&) {}},
@@ -728,9 +727,9 @@ TensorView shaped(const TensorView& view, std::initializer_list<int64_t> shape) 
 TensorView typed(const TensorView& view, DType type) { return TensorView(view.data, type, view.dims()); }
 
 struct Rejection {
-  std::string expected;
-  std::function<void(Step&, DynamicSparseAttentionArgs&)> change;
-  Case c = {};
+  const char* expected;
+  void (*change)(Step&, DynamicSparseAttentionArgs&);
+  const Case* c = nullptr;  // null: the plain one
 };
 
 TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
@@ -743,7 +742,7 @@ TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
   rotary.rotary = 1;
   Case growing;
   growing.past_capacity = 9;
-  const std::vector<Rejection> rejections = {
+  const Rejection rejections[] = {
       {"dynamic_sparse_attention: num_heads is 0", [](Step&, A& a) { a.num_heads = 0; }},
       {"kv_num_heads is -2", [](Step&, A& a) { a.kv_num_heads = -2; }},
       {"num_heads is 4, expected a multiple of kv_num_heads = 3", [](Step&, A& a) { a.kv_num_heads = 3; }},
@@ -760,7 +759,7 @@ TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
       {"attention_mode local_plus_selected with selected_kv_source main is not supported",
        [](Step&, A& a) { a.attention_mode = "local_plus_selected"; }},
       {"local_window_size is 0, expected -1 or more than 0", [](Step&, A& a) { a.local_window_size = 0; }},
-      {"local_window_size is -1, expected more than 0", [](Step&, A& a) { a.local_window_size = -1; }, local},
+      {"local_window_size is -1, expected more than 0", [](Step&, A& a) { a.local_window_size = -1; }, &local},
       {"query is required", [](Step&, A& a) { a.query = {}; }},
       {"query has 2 dimensions, expected 3", [](Step&, A& a) { a.query = shaped(a.query, {4, 64}); }},
       {"query has type int32", [](Step&, A& a) { a.query = typed(a.query, DType::kI32); }},
@@ -811,28 +810,28 @@ TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
       {"total_sequence_length is 1, expected at least the sequence length = 2", [](Step& s, A&) { s.total = 1; }},
       {"total_sequence_length is -3", [](Step& s, A&) { s.total = -3; }},
       {"key_scale must be absent: the cache is not int8", [](Step& s, A& a) { a.key_scale = s.sink; }},
-      {"key_scale is required with an int8 cache", [](Step&, A& a) { a.key_scale = {}; }, int8},
-      {"value_scale is required with an int8 cache", [](Step&, A& a) { a.value_scale = {}; }, int8},
+      {"key_scale is required with an int8 cache", [](Step&, A& a) { a.key_scale = {}; }, &int8},
+      {"value_scale is required with an int8 cache", [](Step&, A& a) { a.value_scale = {}; }, &int8},
       {"value_scale has shape [31], expected 32 elements",
-       [](Step&, A& a) { a.value_scale = shaped(a.value_scale, {31}); }, int8},
-      {"key_scale has type float16", [](Step&, A& a) { a.key_scale = typed(a.key_scale, DType::kF16); }, int8},
+       [](Step&, A& a) { a.value_scale = shaped(a.value_scale, {31}); }, &int8},
+      {"key_scale has type float16", [](Step&, A& a) { a.key_scale = typed(a.key_scale, DType::kF16); }, &int8},
       {"auxiliary_value must be absent without auxiliary_key", [](Step& s, A& a) { a.auxiliary_value = s.past_key; }},
       {"auxiliary_key must be absent with selected_kv_source main",
        [](Step& s, A& a) { a.auxiliary_key = s.auxiliary_key; }},
       {"auxiliary_key is required with selected_kv_source auxiliary",
-       [](Step&, A& a) { a.auxiliary_key = a.auxiliary_value = {}; }, local},
-      {"auxiliary_value is required with auxiliary_kv_shared = 0", [](Step&, A& a) { a.auxiliary_value = {}; }, local},
+       [](Step&, A& a) { a.auxiliary_key = a.auxiliary_value = {}; }, &local},
+      {"auxiliary_value is required with auxiliary_kv_shared = 0", [](Step&, A& a) { a.auxiliary_value = {}; }, &local},
       {"auxiliary_key has shape [2, 1, 12, 16]",
        [](Step&, A& a) {
          a.auxiliary_key = shaped(a.auxiliary_key, {2, 1, 12, 16});
        },
-       local},
+       &local},
       {"auxiliary_value has shape [2, 2, 5, 16]",
        [](Step&, A& a) {
          a.auxiliary_value = shaped(a.auxiliary_value, {2, 2, 5, 16});
        },
-       local},
-      {"auxiliary_key has type int8", [](Step&, A& a) { a.auxiliary_key = typed(a.auxiliary_key, DType::kI8); }, local},
+       &local},
+      {"auxiliary_key has type int8", [](Step&, A& a) { a.auxiliary_key = typed(a.auxiliary_key, DType::kI8); }, &local},
       {"selected_indices is required", [](Step&, A& a) { a.selected_indices = {}; }},
       {"selected_indices has shape [2, 2, 3]",
        [](Step&, A& a) {
@@ -862,9 +861,9 @@ TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
        [](Step&, A& a) {
          a.sin_cache = shaped(a.sin_cache, {19, 4});
        },
-       rotary},
+       &rotary},
       {"rotary_offset + rotary_dim is 24, expected at most head_size = 16", [](Step&, A& a) { a.rotary_offset = 16; },
-       rotary},
+       &rotary},
       {"position_ids has shape [4]", [](Step& s, A& a) { a.position_ids = TensorView(s.past_key.data, DType::kI64, {4}); }},
       {"position_ids has type int32",
        [](Step& s, A& a) {
@@ -890,7 +889,7 @@ TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
          a.present_value = shaped(a.present_value, {2, 2, 11, 16});
        }},
       {"present_key must be past_key itself", [](Step&, A& a) { a.present_key = a.past_value; }},
-      {"present_value must not be past_value", [](Step&, A& a) { a.present_value.data = a.past_value.data; }, growing},
+      {"present_value must not be past_value", [](Step&, A& a) { a.present_value.data = a.past_value.data; }, &growing},
       {"validation_status has shape [2]",
        [](Step&, A& a) { a.validation_status = TensorView(a.validation_status.data, DType::kI32, {2}); }},
       {"seqlens_k is on another device", [](Step&, A& a) { a.seqlens_k.device.type = DeviceType::kCuda; }},
@@ -898,7 +897,7 @@ TEST(DynamicSparseAttentionRejects, ByNameAndWritesNothing) {
   cpu::ThreadPool pool(1);
   for (const Rejection& rejection : rejections) {
     SCOPED_TRACE(rejection.expected);
-    Step step(rejection.c);
+    Step step(rejection.c == nullptr ? Case{} : *rejection.c);
     DynamicSparseAttentionArgs a = step.args();
     Workspace workspace(dynamic_sparse_attention_workspace_bytes(a, 1));
     const auto bytes_of = [](const TensorView& view) {

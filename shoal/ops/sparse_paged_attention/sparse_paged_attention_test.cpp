@@ -2,8 +2,6 @@
 // must not change a bit, malformed contents, every rejection.
 #include <gtest/gtest.h>
 
-#include <functional>
-
 #include "shoal/ops/paged_attention/paged_attention.h"
 #include "shoal/ops/sparse_paged_attention/sparse_paged_attention_cases.h"
 #include "testkit/expect_error.h"
@@ -585,8 +583,8 @@ TEST(SparsePagedAttentionMalformed, OffsetsPastsCountsAndLengths) {
 // ---- rejections ----
 
 struct Rejection {
-  std::string expected;
-  std::function<void(SparsePagedAttentionArgs&)> change;
+  const char* expected;
+  void (*change)(SparsePagedAttentionArgs&);
 };
 
 TensorView shaped(const TensorView& view, std::initializer_list<int64_t> shape) {
