@@ -360,4 +360,36 @@ SHOAL_INLINE Floats tanh(Floats x) {
 
 SHOAL_INLINE Floats zero() { return splat(0.0f); }
 
+SHOAL_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// The first n lanes from and to memory of any stride.
+template <class T>
+SHOAL_INLINE Floats load_lanes(const T* p, int64_t stride, int64_t n) {
+  if (stride == 1) {
+    return n == kLanes ? load(p) : load_partial(p, n);
+  }
+  T lanes[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    lanes[i] = p[i * stride];
+  }
+  return load(lanes);
+}
+
+template <class T>
+SHOAL_INLINE void store_lanes(T* p, int64_t stride, int64_t n, const Floats& a) {
+  if (stride == 1) {
+    if (n == kLanes) {
+      store(p, a);
+    } else {
+      store_partial(p, a, n);
+    }
+    return;
+  }
+  T lanes[kLanes];
+  store(lanes, a);
+  for (int64_t i = 0; i < n; ++i) {
+    p[i * stride] = lanes[i];
+  }
+}
+
 }  // namespace shoal::SHOAL_ISA

@@ -14,37 +14,6 @@ constexpr int kBlock = 512;
 constexpr int kVectors = kBlock / kLanes;
 constexpr int kHeldTaps = 4;
 
-SHOAL_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-template <class T>
-SHOAL_INLINE Floats load_lanes(const T* p, int64_t stride, int64_t n) {
-  if (stride == 1) {
-    return n == kLanes ? load(p) : load_partial(p, n);
-  }
-  T lanes[kLanes] = {};
-  for (int64_t i = 0; i < n; ++i) {
-    lanes[i] = p[i * stride];
-  }
-  return load(lanes);
-}
-
-template <class T>
-SHOAL_INLINE void store_lanes(T* p, int64_t stride, int64_t n, const Floats& a) {
-  if (stride == 1) {
-    if (n == kLanes) {
-      store(p, a);
-    } else {
-      store_partial(p, a, n);
-    }
-    return;
-  }
-  T lanes[kLanes];
-  store(lanes, a);
-  for (int64_t i = 0; i < n; ++i) {
-    p[i * stride] = lanes[i];
-  }
-}
-
 SHOAL_INLINE Floats rounded(Floats a, float) { return a; }
 #if defined(SHOAL_ISA_AVX512)
 SHOAL_INLINE Floats rounded(Floats a, f16) { return {_mm512_cvtph_ps(narrow_f16(a))}; }

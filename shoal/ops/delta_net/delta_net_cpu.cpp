@@ -18,37 +18,6 @@ using delta::States;
 
 constexpr int kRows = 4;  // of a state at a time: their sums fill the registers of AVX2
 
-SHOAL_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-template <class T>
-SHOAL_INLINE Floats load_lanes(const T* p, int64_t stride, int64_t n) {
-  if (stride == 1) {
-    return n == kLanes ? load(p) : load_partial(p, n);
-  }
-  T lanes[kLanes] = {};
-  for (int64_t i = 0; i < n; ++i) {
-    lanes[i] = p[i * stride];
-  }
-  return load(lanes);
-}
-
-template <class T>
-SHOAL_INLINE void store_lanes(T* p, int64_t stride, int64_t n, const Floats& a) {
-  if (stride == 1) {
-    if (n == kLanes) {
-      store(p, a);
-    } else {
-      store_partial(p, a, n);
-    }
-    return;
-  }
-  T lanes[kLanes];
-  store(lanes, a);
-  for (int64_t i = 0; i < n; ++i) {
-    p[i * stride] = lanes[i];
-  }
-}
-
 template <class T>
 SHOAL_INLINE float scalar_at(const T* p) {
   float lanes[kLanes];
