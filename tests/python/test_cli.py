@@ -164,7 +164,7 @@ def test_answers(smollm2_path: Path) -> None:
         "run", str(smollm2_path), "-p", "What is the capital of France?", "--temp", "0", "-n", "12", "--exact"
     )
     assert result.returncode == 0, result.stderr
-    assert "Paris" in result.stdout
+    assert "Paris" in result.stdout and result.stdout.endswith("\n")
     assert "decode" in result.stderr and "tok/s" in result.stderr
     assert "\x1b" not in result.stdout + result.stderr  # no decoration: not a terminal
 

@@ -94,8 +94,8 @@ def answer_once(llm: LLM, ids: list[int], options: RunOptions) -> int:
     if options.json:
         print_json_summary(completion)
     else:
-        if completion.text and not completion.text.endswith("\n") and sys.stdout.isatty():
-            print(flush=True)
+        if completion.text and not completion.text.endswith("\n"):
+            print(flush=True)  # also in a pipe: what follows, our own figures first, begins a line
         if not options.quiet:
             console.say(console.dim(console.summary(completion)))
     return 130 if interrupted else 0
