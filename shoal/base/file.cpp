@@ -17,7 +17,9 @@ namespace {
 
 class FileDescriptor {
  public:
-  explicit FileDescriptor(const std::filesystem::path& path) : fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+  // Not blocking: opening a FIFO would wait for a writer, before it can be refused as no regular file.
+  explicit FileDescriptor(const std::filesystem::path& path)
+      : fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
     if (fd_ < 0) {
       const int reason = errno;
       const ErrorCode code = reason == ENOENT || reason == ENOTDIR ? ErrorCode::kInvalidArgument : ErrorCode::kIo;

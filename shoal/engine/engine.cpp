@@ -479,13 +479,23 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<Model> model) {
   impl_ = std::make_unique<Impl>(options, std::move(model), std::make_unique<cpu::ThreadPool>(options.threads));
 }
 
-Engine::~Engine() = default;
+// A child of fork() has a copy of everything but the threads: waiting for them would never end, nor may it be freed.
+Engine::~Engine() {
+  if (impl_ != nullptr && !impl_->is_here()) {
+    static_cast<void>(impl_.release());
+  }
+}
+
+Engine::Impl& Engine::here() const {
+  require(impl_->is_here(), "the engine was made in another process: a child of fork() makes one of its own");
+  return *impl_;
+}
 
 const EngineInfo& Engine::info() const { return impl_->info(); }
-EngineStats Engine::stats() const { return impl_->stats(); }
-Result<RequestId, SubmitFailure> Engine::submit(Request request) { return impl_->submit(std::move(request)); }
-RequestUpdate Engine::wait(RequestId id, std::chrono::milliseconds timeout) { return impl_->wait(id, timeout); }
-void Engine::cancel(RequestId id) { impl_->cancel(id); }
-std::vector<float> Engine::logits(std::span<const int32_t> tokens) { return impl_->logits(tokens); }
+EngineStats Engine::stats() const { return here().stats(); }
+Result<RequestId, SubmitFailure> Engine::submit(Request request) { return here().submit(std::move(request)); }
+RequestUpdate Engine::wait(RequestId id, std::chrono::milliseconds timeout) { return here().wait(id, timeout); }
+void Engine::cancel(RequestId id) { here().cancel(id); }
+std::vector<float> Engine::logits(std::span<const int32_t> tokens) { return here().logits(tokens); }
 
 }  // namespace shoal

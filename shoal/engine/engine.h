@@ -127,6 +127,7 @@ class Engine {
 
  private:
   class Impl;
+  Impl& here() const;  // kInvalidArgument in a child of fork()
   std::unique_ptr<Impl> impl_;
 };
 

@@ -4,6 +4,8 @@
 // The scheduler, the model, the cache and a request's tokens belong to the loop's thread alone once it runs.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -27,6 +29,7 @@ class Engine::Impl {
   Impl(const EngineOptions& options, std::unique_ptr<Model> model, std::unique_ptr<cpu::ThreadPool> pool);
   ~Impl();
 
+  bool is_here() const { return owner_ == ::getpid(); }  // not in a child of the process that made it
   const EngineInfo& info() const { return info_; }
   EngineStats stats();
   Result<RequestId, SubmitFailure> submit(Request request);
@@ -112,6 +115,7 @@ class Engine::Impl {
   bool is_stopping_ = false;
   bool has_failed_ = false;
 
+  const pid_t owner_ = ::getpid();
   std::thread thread_;  // last: starts when everything above is there
 };
 

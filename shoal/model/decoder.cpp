@@ -228,7 +228,10 @@ class Decoder final : public Model {
   }
 
   void make_ropes(const LoadOptions& options) {
-    const int64_t max_pos = options.max_positions > 0 ? options.max_positions : config_.max_positions;
+    // More positions than the model was trained for are refused later, by name; tables of that length could fill
+    // memory.
+    const int64_t max_pos =
+        options.max_positions > 0 ? std::min(options.max_positions, config_.max_positions) : config_.max_positions;
     for (const RopeConfig& rope_config : config_.ropes) {
       ropes_.push_back(make_rope_tables(rope_config, max_pos));
     }

@@ -116,6 +116,8 @@ def test_small_things_of_templates() -> None:
 def test_refusals_of_a_template() -> None:
     with pytest.raises(InvalidArgument, match=r"^roles must alternate ü$"):
         render("{{ raise_exception('roles must alternate ü') }}")
+    with pytest.raises(InvalidArgument, match=r"^\\x1b\[31mred\\x07\\n!$"):  # nothing of it moves a terminal
+        render("{{ raise_exception('\x1b[31mred\x07\n!') }}")
     with pytest.raises(InvalidArgument, match="failed in line 3: "):
         render("a\n\n{{ messages[0].content + 1 }}")
     with pytest.raises(InvalidArgument, match="failed"):

@@ -329,6 +329,37 @@ def test_eval(smollm2_path: Path, tmp_path: Path) -> None:
     check_failure(shoal(*base, "--ctx", "32", "--against", str(stored)), 2, "made of other tokens")
     check_failure(shoal(*base, "--against", str(text)), 2, "is no .npy or .npz file")
     check_failure(shoal(*base, "--ctx", "4000"), 2, "less than one window")
+    # Onto the file that is being read: it is replaced when the new one is whole.
+    over = json.loads(shoal(*base, "--against", str(stored), "--save", str(stored)).stdout)
+    assert over["kl_max"] == 0 and json.loads(shoal(*base, "--against", str(stored)).stdout)["kl_max"] == 0
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+    for name, values, message in (
+        ("nan", np.full((24, 49152), np.nan, np.float32), "no numbers to compare with"),
+        ("complex", np.zeros((24, 49152), np.complex64), "no numbers to compare with"),
+        ("scalar", np.float32(1), "has shape"),
+    ):
+        np.save(tmp_path / f"{name}.npy", values)
+        check_failure(shoal(*base, "--against", str(tmp_path / f"{name}.npy")), 2, message)
+    np.savez(tmp_path / "gap.npz", ids_1=np.zeros(24, np.int32))
+    check_failure(shoal(*base, "--against", str(tmp_path / "gap.npz")), 2, "no sound ids_0")
+
+
+def test_closed_streams_and_odd_files(smollm2_path: Path, tmp_path: Path) -> None:
+    def through_shell(tail: str) -> subprocess.CompletedProcess:
+        command = f'"{sys.executable}" -m shoal.cli run "{smollm2_path}" -n 2 --temp 0 {tail}'
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+
+    assert through_shell("-p hi >&-").returncode == 0
+    assert through_shell("-p hi 2>&-").stdout
+    result = through_shell("-f - <&-")
+    assert result.returncode == 2 and "empty" in result.stderr
+    os.mkfifo(tmp_path / "fifo.gguf")
+    check_failure(shoal("inspect", str(tmp_path / "fifo.gguf")), 2, "not a regular file")
+    check_failure(shoal("run", str(smollm2_path), "-p", "x", "--ctx", "2147483647"), 2, "exceeds the 8192 positions")
+    deep = tmp_path / "deep.toml"
+    deep.write_text("x=" + "[" * 5000)
+    result = shoal("run", str(smollm2_path), "-p", "x", env={"SHOAL_CONFIG": str(deep)})
+    assert result.returncode == 2 and "Traceback" not in result.stderr
 
 
 def test_eval_against_another_engine(smollm2_path: Path, tmp_path: Path) -> None:

@@ -247,6 +247,43 @@ def test_an_abandoned_stream_is_cancelled(llm: LLM) -> None:
     assert stats["num_running"] == 0 and stats["num_waiting"] == 0
 
 
+def test_a_stream_that_was_never_asked_is_cancelled(llm: LLM) -> None:
+    streams = [llm.stream(f"one {i}", SamplingParams(max_tokens=500, ignore_eos=True)) for i in range(5)]
+    del streams
+    assert llm.stats()["num_running"] + llm.stats()["num_waiting"] == 0
+
+
+def test_a_forked_child_is_told_and_can_end(llm: LLM) -> None:
+    import os
+
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("x")
+        except InvalidArgument as error:
+            os._exit(7 if "another process" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_wrong_types_are_named(llm: LLM) -> None:
+    for call, name in (
+        (lambda: llm.generate(None), "prompts"),
+        (lambda: llm.generate("x", 3), "params"),
+        (lambda: llm.generate(["x"], [{}]), "params"),
+        (lambda: llm.logits(3), "prompts"),
+        (lambda: llm.generate("x", SamplingParams(stop=3)), "stop"),
+        (lambda: llm.generate("x", SamplingParams(stop_token_ids=["a"])), "stop_token_ids"),
+        (lambda: llm.generate("x", SamplingParams(logprobs=2**70)), "logprobs"),
+        (lambda: llm.generate("x", SamplingParams(logit_bias=[1])), "logit_bias"),
+        (lambda: llm.generate("x", SamplingParams(logit_bias={2**70: 1})), "logit_bias"),
+    ):
+        with pytest.raises(InvalidArgument, match=name):
+            call()
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=1)
+    assert len(llm.generate("x", params)[0].token_ids) == 1
+
+
 def test_threads_share_an_engine(llm: LLM) -> None:
     wanted = llm.generate("The sea is", GREEDY)[0].token_ids
     results: list[list[int]] = []

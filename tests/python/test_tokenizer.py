@@ -361,3 +361,10 @@ def test_splitter_takes_the_leftmost_longest(words: list[str], text: str) -> Non
         at = start = at + len(found)
     expected += [text[start:]] if start < len(text) else []
     assert _Splitter(ids).split(text) == expected
+
+
+def test_tokens_that_are_no_text_are_refused() -> None:
+    metadata = byte_level_metadata()
+    metadata["tokenizer.ggml.tokens"][7] = "\udcff\udcfe"  # bytes that are no UTF-8, as the reader hands them on
+    with pytest.raises(ModelFormatError, match="token 7 is no UTF-8"):
+        Tokenizer.from_gguf(metadata)

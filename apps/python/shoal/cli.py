@@ -214,6 +214,9 @@ def doctor_command(context: typer.Context, json: Json = False, print_config_: Pr
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and gives the exit status. Every error is one sentence on stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")

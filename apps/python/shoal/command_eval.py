@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,8 @@ class Reference:
             raise InvalidArgument(f'"{self._name}" is no .npy or .npz file of numbers: {error}') from None
         self.whole = isinstance(stored, np.ndarray)  # of a whole window, not of its second half
         self._stored = stored
+        if self.whole and stored.ndim != 2:
+            raise InvalidArgument(f'"{self._name}" has shape {stored.shape}, expected [num_tokens, vocab_size]')
 
     def windows(self, windows: list[list[int]]) -> list[list[int]]:
         """Those that were stored; they must be of the same tokens."""
@@ -174,17 +177,26 @@ class Reference:
         count = sum(name.startswith("ids_") for name in self._stored.files)
         windows = windows[:count]
         for i, ids in enumerate(windows):
-            if self._stored[f"ids_{i}"].tolist() != ids:
+            if self._window("ids", i).tolist() != ids:
                 raise InvalidArgument(f'"{self._name}" was made of other tokens (another text, --ctx or tokenizer)')
         if not windows:
             raise InvalidArgument(f'"{self._name}" holds no windows')
         return windows
 
     def logits(self, index: int, rows: int, vocab_size: int) -> np.ndarray:
-        values = self._stored if self.whole else self._stored[f"logits_{index}"]
+        values = self._stored if self.whole else self._window("logits", index)
         if values.shape != (rows, vocab_size):
             raise InvalidArgument(f'"{self._name}" has logits of shape {values.shape}, expected {(rows, vocab_size)}')
+        # Impossible tokens (-inf) are fine, rows without a possible one, NaN and +inf are not.
+        if values.dtype.kind != "f" or not np.isfinite(values.max(axis=1)).all():
+            raise InvalidArgument(f'"{self._name}" has logits that are no numbers to compare with')
         return values
+
+    def _window(self, kind: str, index: int) -> np.ndarray:
+        try:
+            return self._stored[f"{kind}_{index}"]
+        except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise InvalidArgument(f'"{self._name}" has no sound {kind}_{index}: {error}') from None
 
 
 @contextlib.contextmanager
@@ -195,8 +207,9 @@ def _writer(path: str | None) -> Iterator[Any]:
         return
     if not path.endswith(".npz"):
         raise InvalidArgument(f'--save writes .npz files, not "{printable(path)}"')
+    partial = f"{path}.partial"  # the file gets its name when it is whole; --against may be reading an older one
     try:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
 
             def store(index: int, ids: list[int], logits: np.ndarray) -> None:
                 for name, values in (("ids", np.asarray(ids, np.int32)), ("logits", logits)):
@@ -204,5 +217,8 @@ def _writer(path: str | None) -> Iterator[Any]:
                         np.lib.format.write_array(out, np.ascontiguousarray(values), allow_pickle=False)
 
             yield store
+        os.replace(partial, path)
     except OSError as error:
         raise ShoalError(f'cannot write "{printable(path)}": {error.strerror or error}', "io") from None
+    finally:
+        Path(partial).unlink(missing_ok=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +52,8 @@ class SamplingParams:
     n: int = 1
 
     def stops(self) -> list[str]:
+        if self.stop is not None and not isinstance(self.stop, Iterable):
+            raise InvalidArgument(f"stop is {printable(repr(self.stop))}, expected a str or a list of them")
         stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         check_stops(stops)
         return stops
@@ -69,10 +70,20 @@ class SamplingParams:
             raise InvalidArgument(f"logprobs is {self.logprobs}, expected at least 0")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise InvalidArgument(f"{name} is {value}, expected a finite number")
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(value) < 3e38:
+                raise InvalidArgument(f"{name} is {value}, expected a finite number (below 3e38)")
         if not _is_int(self.top_k) or not -1 <= self.top_k < 1 << 31:
-            raise InvalidArgument(f"top_k is {self.top_k}, expected 0 or more")
+            raise InvalidArgument(f"top_k is {self.top_k}, expected 0 to {(1 << 31) - 1}")
+        if self.logprobs is not None and self.logprobs >= 1 << 31:
+            raise InvalidArgument(f"logprobs is {self.logprobs}, expected 0 to {(1 << 31) - 1}")
+        ids = self.stop_token_ids
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable) or not all(map(_is_token_id, ids)):
+            raise InvalidArgument(f"stop_token_ids is {printable(repr(ids))}, expected token ids")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is_token_id(i) and isinstance(b, numbers.Real) and not isinstance(b, bool) for i, b in bias.items()
+        ):
+            raise InvalidArgument(f"logit_bias is {printable(repr(bias))}, expected numbers by token id")
         self.stops()
 
 
@@ -208,14 +219,18 @@ class LLM:
     ) -> list[Completion]:
         """A completion for each prompt, in order; with n > 1, n of them after one another. A prompt is a text, in which
         control tokens are found, or a list of token ids. All run together. `params`: one for all or one for each."""
+        if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
+            raise InvalidArgument(f"prompts is {type(prompts).__name__}, expected str, token ids, or a list of them")
         each = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        if params is not None and not isinstance(params, (SamplingParams, Sequence)):
+            raise InvalidArgument(f"params is {type(params).__name__}, expected SamplingParams or a list of them")
         chosen = [params] * len(each) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(chosen) != len(each):
             raise InvalidArgument(f"{len(chosen)} params for {len(each)} prompts")
         runs: list[_Run] = []
         try:
             for prompt, one in zip(each, chosen, strict=True):
-                runs += self._start(self._ids(prompt), one or SamplingParams())
+                runs += self._start(self._ids(prompt), SamplingParams() if one is None else one)
             _finish_all(runs)
         finally:
             for run in runs:
@@ -225,7 +240,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Pieces of the answer as they come; joined, their texts are what `generate` gives. Closing the iterator
         cancels the request."""
-        return self._stream(self._ids(prompt), params or SamplingParams())
+        return self._stream(self._ids(prompt), SamplingParams() if params is None else params)
 
     def chat(
         self,
@@ -242,10 +257,13 @@ class LLM:
         params: SamplingParams | None = None,
         **template_options: Any,
     ) -> Iterator[Chunk]:
-        return self._stream(self.tokenizer.encode_chat(messages, **template_options), params or SamplingParams())
+        ids = self.tokenizer.encode_chat(messages, **template_options)
+        return self._stream(ids, SamplingParams() if params is None else params)
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[numpy.ndarray]:
         """Logits after each token, float32 [num_tokens, vocab_size], for each list of ids."""
+        if not isinstance(prompts, Iterable):
+            raise InvalidArgument(f"prompts is {type(prompts).__name__}, expected lists of token ids")
         return [self._engine.logits(_checked_ids(ids)) for ids in prompts]
 
     # Inside
@@ -259,6 +277,8 @@ class LLM:
         return _checked_ids(prompt)
 
     def _start(self, ids: list[int], params: SamplingParams) -> list[_Run]:
+        if not isinstance(params, SamplingParams):
+            raise InvalidArgument(f"params is {type(params).__name__}, expected SamplingParams")
         params.check()
         room = self.max_context - len(ids)
         if room < 1:
@@ -274,23 +294,17 @@ class LLM:
         ]
 
     def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Chunk]:
-        if params.n != 1:
+        if getattr(params, "n", 1) != 1:
             raise InvalidArgument(f"n is {params.n}, a stream has 1 answer")
         (run,) = self._start(ids, params)
-
-        def chunks() -> Iterator[Chunk]:
-            try:
-                while not run.finished:
-                    chunk = run.step(_TICK_MS)
-                    if chunk is not None:
-                        yield chunk
-            finally:
-                run.cancel()
-
-        return chunks()
+        return _Stream(run)
 
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # far apart, so that the streams of neighbouring seeds do not meet
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
 def _is_ids(prompt: object) -> bool:
@@ -307,7 +321,7 @@ def _checked_ids(prompt: Sequence[int]) -> list[int]:
     if not prompt:
         raise InvalidArgument("the prompt is empty")
     for i in prompt:
-        if not isinstance(i, numbers.Integral) or isinstance(i, bool) or not 0 <= i < 1 << 31:
+        if not _is_token_id(i):
             raise InvalidArgument(f"{printable(repr(i))} in a prompt is no token id")
     return [int(i) for i in prompt]
 
@@ -442,6 +456,30 @@ class _Run:
             ttft_s=max(self._first - self._started, 0.0),
             decode_s=max(self._last - self._first, 0.0),
         )
+
+
+class _Stream(Iterator[Chunk]):
+    """Chunks of a request that runs already. Unlike a generator, it also cancels what was never asked for a chunk."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def __next__(self) -> Chunk:
+        try:
+            while not self._run.finished:
+                chunk = self._run.step(_TICK_MS)
+                if chunk is not None:
+                    return chunk
+        except BaseException:
+            self.close()
+            raise
+        raise StopIteration
+
+    def close(self) -> None:
+        self._run.cancel()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _finish_all(runs: Sequence[_Run]) -> None:

@@ -22,7 +22,7 @@ from jinja2.lexer import Token
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from shoal.errors import InvalidArgument, ModelFormatError
+from shoal.errors import InvalidArgument, ModelFormatError, printable
 
 MAX_ITERATIONS = 1_000_000  # of all loops and macros of one rendering, ranges counted in full
 MAX_SECONDS = 10.0  # of one rendering, looked at in loops and macros
@@ -243,7 +243,7 @@ def _tojson(
 
 
 def _raise_exception(message: Any) -> None:
-    raise InvalidArgument(str(message))
+    raise InvalidArgument(printable(message, 500))  # text of a file: no control characters reach a terminal
 
 
 def _strftime_now(pattern: str) -> str:

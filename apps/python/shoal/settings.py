@@ -51,7 +51,9 @@ def read_config() -> dict[str, Any]:
         if os.environ.get("SHOAL_CONFIG"):
             raise InvalidArgument(f'SHOAL_CONFIG names "{printable(path)}", which does not exist') from None
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise InvalidArgument(f'cannot read "{printable(path)}": {error.strerror}') from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{path}: {error}") from None
 
 

@@ -469,10 +469,19 @@ def _merges(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[
     return out
 
 
+def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    for text, token_id in vocabulary.items():
+        if not _is_utf8(text):
+            raise ModelFormatError(f"tokenizer.ggml.tokens: token {token_id} is no UTF-8 text")
+    return tokenizers.Tokenizer(models.BPE(vocabulary, merges, **options))
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], kind: PreTokenizer) -> tokenizers.Tokenizer:
-    library = tokenizers.Tokenizer(
-        models.BPE(vocabulary, _merges(metadata, vocabulary), ignore_merges=kind.ignore_merges)
-    )
+    library = _bpe(vocabulary, _merges(metadata, vocabulary), ignore_merges=kind.ignore_merges)
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in kind.expressions]
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -482,9 +491,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], kind: P
 
 def _gemma4(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
     """SentencePiece's alphabet with ranked merges; only runs of newlines are split off."""
-    library = tokenizers.Tokenizer(
-        models.BPE(vocabulary, _merges(metadata, vocabulary), byte_fallback=True, fuse_unk=True, unk_token="<unk>")
-    )
+    library = _bpe(vocabulary, _merges(metadata, vocabulary), byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     library.normalizer = normalizers.Replace(" ", _SPACE)
     library.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     return library

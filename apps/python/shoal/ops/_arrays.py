@@ -176,7 +176,7 @@ def host_array(op: str, name: str, value: Any) -> Array:
             raise InvalidArgument(
                 f"{op}: {name} is of type {type(value).__name__}, expected an int or a small array of int32"
             ) from None
-    if np.any(values != values.astype(np.int32)):
+    if values.dtype == object or np.any(values != values.astype(np.int32)):
         raise InvalidArgument(f"{op}: {name} does not fit into 32 bits")
     return Array(op, name, values.astype(np.int32))
 
