@@ -32,6 +32,7 @@ int main(int argc, char** argv) try {
     }
     if (update.finish != shoal::FinishReason::kNone) {
       std::printf("\n");
+      std::fprintf(stderr, "%s", update.error.c_str());  // empty, or why it ended early
       return update.error.empty() ? 0 : 1;
     }
   }

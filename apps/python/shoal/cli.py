@@ -26,10 +26,8 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", envvar="SHOAL_MODEL", help="A GGUF file, a model folder, or a name (smollm2).")
 ]
-Device = Annotated[str, option("--device", help="auto, cpu or cuda[:N]", rich_help_panel="Engine")]
-KvDtype = Annotated[
-    str, option("--kv-dtype", help="KV cache: auto, f32, bf16, f16, int8, fp8 or int4", rich_help_panel="Engine")
-]
+Device = Annotated[str, option("--device", help="auto or cpu (this build has no CUDA)", rich_help_panel="Engine")]
+KvDtype = Annotated[str, option("--kv-dtype", help="KV cache: auto, f32, bf16, f16 or int8", rich_help_panel="Engine")]
 Context = Annotated[
     int,
     option("--ctx", help="tokens of prompt and answer; 0: the model's, at most 8192", min=0, rich_help_panel="Engine"),
@@ -169,7 +167,9 @@ def eval_command(
     against: Annotated[str | None, option("--against", help="stored logits (.npz of --save, or .npy)")] = None,
     save: Annotated[str | None, option("--save", help="store the logits (.npz)")] = None,
     ctx: Annotated[int, option("--ctx", help="tokens of a window", min=4)] = 512,
-    windows: Annotated[int, option("--windows", help="0: the whole text", min=0)] = 0,
+    windows: Annotated[
+        int, option("--windows", help="windows of --ctx tokens, each scored in its second half; 0: all", min=0)
+    ] = 0,
     json: Json = False,
     device: Device = "auto",
     kv_dtype: KvDtype = "auto",

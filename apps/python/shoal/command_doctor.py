@@ -40,7 +40,7 @@ def examine() -> dict[str, Any]:
     memory = _memory()
     gpus = _gpus()
     if gpus and not _core.has_cuda:
-        notes.append("there is a GPU, but this build has no CUDA: rebuild with SHOAL_CUDA=ON to use it")
+        notes.append("there is a GPU, but this build has no CUDA: it runs on the CPU")
     if not gpus and _core.has_cuda:
         notes.append("this build has CUDA, but no GPU was found (nvidia-smi)")
     if not gpus and not _core.has_cuda:

@@ -33,7 +33,7 @@ def load(model: str, **options: Any) -> LLM:
     """The model, with progress while it is fetched and while it loads."""
     from shoal import models
 
-    with bar(f"fetching {model}") as progress:
+    with bar(f"fetching {model}", not models.is_here(model)) as progress:
         path = models.resolve(model, say, progress)
     with bar(f"loading {path.name}") as progress:
         return LLM(path, load_progress=progress, **options)

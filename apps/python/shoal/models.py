@@ -103,6 +103,11 @@ def resolve(model: str | os.PathLike[str], say: Say | None = None, progress: Pro
     return path
 
 
+def is_here(model: str) -> bool:
+    """Whether `resolve` would fetch nothing."""
+    return model not in NAMED_MODELS or os.path.exists(model) or cached(NAMED_MODELS[model]) is not None
+
+
 def cached(model: NamedModel) -> Path | None:
     """The file in the cache, None if it is not there in full. Its content was checked when it came."""
     path = cache_folder() / "models" / model.file

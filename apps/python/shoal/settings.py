@@ -85,7 +85,7 @@ def _parameters(command: Any) -> dict[str, str]:
     out = {}
     for parameter in command.params:
         for name in (*parameter.opts, *parameter.secondary_opts):
-            if name.startswith("--") and parameter.name not in ("help", "print_config"):
+            if name.startswith("--") and parameter.name not in ("help", "print_config_"):
                 out[name.removeprefix("--")] = parameter.name
     if any(p.name == "model" for p in command.params):
         out["model"] = "model"
@@ -100,7 +100,7 @@ def print_config(context: typer.Context) -> None:
     print(f"# {config_path()}")
     print(f"[{context.info_name}]")
     for parameter in context.command.params:
-        if parameter.name in ("help", "print_config"):
+        if parameter.name in ("help", "print_config_"):
             continue
         source = context.get_parameter_source(parameter.name)
         long = [n for n in parameter.opts if n.startswith("--")]

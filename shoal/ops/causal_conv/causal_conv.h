@@ -8,8 +8,9 @@
 //
 // Types     T, the type of input: f32, f16 or bf16; every other tensor has type T but for the int32 ones
 // Layout    any strides, in every tensor; an axis that stands for several (trailing channel axes) must be evenly
-// strided Numerics  static taps: products and sums in f32, unfused, from the bias on; the activation in f32; one
-// rounding to T.
+//           strided
+// Numerics  static taps: products and sums in f32, unfused, from the bias on; the activation in f32; one
+//           rounding to T.
 //           Dynamic taps: see VarlenCausalConvWithStateArgs. An element's bits depend on nothing but its own taps:
 //           whole and chunked calls agree, in any batch, on any number of threads.
 // Aliasing  an outgoing state may be the memory of the incoming one (the same view); other overlaps are not allowed

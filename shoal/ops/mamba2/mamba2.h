@@ -15,7 +15,7 @@
 //
 // Layout    any strides in every tensor
 // Numerics  f32, products and sums unfused in the convolution and the recurrence. The sum over n is taken in 4
-// partitions
+//           partitions
 //           (2 if R = slots = 1) of consecutive n, each ascending, added in order, then to D * x.
 // Snapshots R <= slots: token t writes row t, the other rows are those of the incoming states. R > slots: the last
 //           `slots` tokens write rows 0 to slots - 1.

@@ -4,7 +4,7 @@
 //   Y[..., n] = sum over k of A[..., k] * W[n, k] + bias[n]
 //
 // Shapes    A [..., K]; B [N, k_blocks, block_size * bits / 8], k_blocks = ceil(K / block_size); scales [N, k_blocks]
-// or
+//           or
 //           [N * k_blocks]; zero_points packed [N, ceil(k_blocks * bits / 8)] or of A's type [N, k_blocks] (flat too);
 //           g_idx [K]; bias [N]; Y [..., N]
 // Types     A, scales, bias, Y: f32, f16 or bf16, all the same; B u8; zero_points u8 or A's type; g_idx i32

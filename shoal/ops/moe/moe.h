@@ -16,11 +16,11 @@
 // bits depend on nothing but the row, whatever stands beside it, however rows are tiled, however many threads run.
 //
 //   codes with scales along k (int blocks, fp4, nvfp4): p = sum over a piece of up to 32 values of x (code - zero),
-//       from 0; acc = fma(p, scale, acc), acc from 0: the chain C3 of the INT3 path, at every width
+//       from 0; acc = fma(p, scale, acc), acc from 0: one chain at every width
 //   one scale a row or expert (int rows, fp8): scale after the sum
 //   fp8 in square blocks, GGUF: the weight's value rounded to the activations' type, then the sum
 //
-// Rounding, the same for decode and prefill: profile S (contract 2.4: FC1 and FC2 sums are rounded to T before their
+// Rounding, the same for decode and prefill: profile S (FC1 and FC2 sums are rounded to T before their
 // bias) for QMoE with a 3-bit projection and for fp8 blocks; profile F (sums stay f32 until activation, FC2 and bias
 // are rounded once) for everything else. combine: acc = fma(w_j, a2_j + b2, acc) from 0, one rounding to T.
 //

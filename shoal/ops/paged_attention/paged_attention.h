@@ -10,20 +10,21 @@
 //   output(t)      = sum over admitted k of exp(x) V(k) / (exp(sink) + sum over admitted k of exp(x)); none admitted: 0
 //
 // Shapes    N query heads, Nk KV heads (query head h reads KV head h / (N / Nk)), H head_dim (a multiple of 8), Hv
-// value
+//           value
 //           head_dim (H, less only in LATENT), S page_size (a power of two, at least 16), P pages, M columns of the
 //           page table, B sequences: see each member below
 // Types     T, the type of query: f16, bf16; on the CPU also f32. Cache: f32, f16 or bf16 under any T (rounded to
 //           nearest even), int8, f8e4m3, or int4 packed in u8. K and V caches may differ.
 //           int4: byte i of a head holds channel 2i in the low and 2i + 1 in the high nibble, each code + 8
 // Layout    caches contiguous; query, key, value, tables and index tensors may be strided; rows of output may be
-// strided Numerics  scores, softmax and sums in f32. A row's bits depend on its own query, its admitted keys and their
-// positions
+//           strided
+// Numerics  scores, softmax and sums in f32. A row's bits depend on its own query, its admitted keys and their
+//           positions
 //           only: not on its neighbours, the chunk it came in, the order of pages or the number of threads.
 //           Codes: v = s == 0 ? 0 : x / s in f32, clamped, rounded half to even. Bytes of other slots stay as they are.
 // Malformed A sequence with a negative past or with offsets outside 0 <= start <= end <= num_tokens writes nothing and
 // contents  outputs zeros, as do rows of no sequence. Page ids outside [0, P), slots outside [0, P S) and positions
-// from
+//           from
 //           M S on are not written and not read. Positions past the rotary tables use their last row.
 // Errors    kInvalidArgument names the input or attribute and what was expected; nothing is written then
 // Workspace paged_attention_workspace_bytes(args, num_threads); the variant `ref` allocates for itself
