@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 from shoal.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 
 from shoal import models
+
+# A background job of a shell ignores Ctrl-C; so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CHATML = (
