@@ -71,7 +71,7 @@ def main() -> int:
         result |= json.loads(printed.splitlines()[-1])
         if not options.no_tests:
             result["test_s"], printed = seconds_of(["make", "test"], clone)
-            result["tests"] = printed.splitlines()[-1]
+            result["tests"] = next(line for line in reversed(printed.splitlines()) if " passed, " in line)
     print(json.dumps(result, indent=1))
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")

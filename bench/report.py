@@ -90,14 +90,14 @@ def ops_peers(result: dict) -> str:
 
 
 def first_run(result: dict) -> str:
-    extra = (result["peak_bytes"] - result["weight_bytes"] - result["kv_bytes"]) / 1e6
     rows = {
         "`make demo` on a clean clone, build included": f"{result['demo_s']:.0f} s",
         "`make demo` again": f"{result['demo_again_s']:.1f} s",
         "`make test` after it, its build included": f"{result['test_s']:.0f} s" if "test_s" in result else None,
         "tests": result.get("tests"),
         "loading the model, warm": f"{result['load_s']:.2f} s",
-        "peak memory beyond weights and KV cache": f"{extra:.0f} MB",
+        "peak memory of loading it and four answers": f"{result['peak_bytes'] / 1e6:.0f} MB, of which weights "
+        f"{result['weight_bytes'] / 1e6:.0f} MB (the KV cache of {result['kv_bytes'] / 1e6:.0f} MB takes what it uses)",
     }
     return "\n".join(
         [
