@@ -6,8 +6,11 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include "shoal/ops/context.h"
 #include "shoal/tensor/tensor.h"
@@ -15,6 +18,20 @@
 namespace shoal::indexer {
 
 enum class Policy { kQsa, kCsa };
+
+// Attributes that both indexers have; `op` begins every message.
+struct Attributes {
+  int64_t compress_ratio = 0;
+  std::optional<int64_t> token_budget{};
+  std::optional<int64_t> index_topk{};
+  float epsilon = 0.0f;
+  std::optional<float> scale{};
+  std::optional<float> head_weight_scale{};
+};
+void check_attributes(std::string_view op, Policy policy, const Attributes& a);
+void check_positive(std::string_view op, std::string_view name, int64_t value);  // 1 to 2^31 - 1
+// What belongs to the other policy.
+void check_absent(std::string_view op, Policy policy, std::initializer_list<std::pair<std::string_view, bool>> given);
 
 // Channels [first, first + count) of a row of a rank-2 view as f32.
 void load_row(const TensorView& view, int64_t row, int64_t first, int64_t count, float* to);

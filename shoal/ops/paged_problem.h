@@ -33,6 +33,7 @@ struct Matrix {
   int64_t row_stride = 0;  // bytes
   int64_t column_stride = 0;
 };
+Matrix matrix_of(const TensorView& view);
 
 struct Problem {
   DType type = DType::kF32;  // T

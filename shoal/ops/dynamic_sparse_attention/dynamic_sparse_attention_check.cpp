@@ -10,20 +10,14 @@
 namespace shoal::dynamic_sparse {
 namespace {
 
+using paged::matrix_of;
+
 template <class... Args>
 void expect(bool condition, const Args&... args) {
   require(condition, kOp, ": ", args...);
 }
 
 int64_t item_bytes(const TensorView& view) { return static_cast<int64_t>(size_of(view.dtype)); }
-
-paged::Matrix matrix_of(const TensorView& view) {
-  paged::Matrix matrix;
-  matrix.data = static_cast<const std::byte*>(view.data);
-  matrix.row_stride = view.stride(0) * item_bytes(view);
-  matrix.column_stride = view.rank > 1 ? view.stride(1) * item_bytes(view) : 0;
-  return matrix;
-}
 
 Rows rows_of(const TensorView& view) {
   Rows rows;

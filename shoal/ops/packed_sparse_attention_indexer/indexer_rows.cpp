@@ -370,4 +370,33 @@ void check_tables(std::string_view op, Policy policy, const TensorView& cos, con
   }
 }
 
+void check_positive(std::string_view op, std::string_view name, int64_t value) {
+  require(value > 0 && value <= INT32_MAX, op, ": ", name, " is ", value, ", expected 1 to ", INT32_MAX);
+}
+
+void check_absent(std::string_view op, Policy policy, std::initializer_list<std::pair<std::string_view, bool>> given) {
+  for (const auto& [name, is_given] : given) {
+    require(!is_given, op, ": ", name, " must be absent with policy_mode ", policy == Policy::kQsa ? "qsa" : "csa");
+  }
+}
+
+void check_attributes(std::string_view op, Policy policy, const Attributes& a) {
+  check_positive(op, "compress_ratio", a.compress_ratio);
+  require(std::isfinite(a.epsilon) && a.epsilon >= 0.0f, op, ": epsilon is ", a.epsilon,
+          ", expected a finite number of at least 0");
+  require(!a.scale || std::isfinite(*a.scale), op, ": scale is ", a.scale.value_or(0), ", expected a finite number");
+  require(!a.head_weight_scale || std::isfinite(*a.head_weight_scale), op, ": head_weight_scale is ",
+          a.head_weight_scale.value_or(0), ", expected a finite number");
+  if (policy == Policy::kQsa) {
+    require(a.token_budget.has_value(), op, ": token_budget is required with policy_mode qsa");
+    check_positive(op, "token_budget", *a.token_budget);
+    require(*a.token_budget % a.compress_ratio == 0, op, ": token_budget is ", *a.token_budget,
+            ", expected a multiple of compress_ratio = ", a.compress_ratio);
+    check_positive(op, "token_budget + compress_ratio - 1", *a.token_budget + a.compress_ratio - 1);
+  } else {
+    require(a.index_topk.has_value(), op, ": index_topk is required with policy_mode csa");
+    check_positive(op, "index_topk", *a.index_topk);
+  }
+}
+
 }  // namespace shoal::indexer

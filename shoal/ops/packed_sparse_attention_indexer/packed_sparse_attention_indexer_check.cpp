@@ -14,55 +14,40 @@ using indexer::Policy;
 
 constexpr int64_t kMaxCaptured = 8;
 
-void check_positive(std::string_view name, int64_t value) {
-  require(value > 0 && value <= INT32_MAX, kName, ": ", name, " is ", value, ", expected 1 to ", INT32_MAX);
-}
-
-void check_absent(std::string_view policy, std::initializer_list<std::pair<std::string_view, bool>> given) {
-  for (const auto& [name, is_given] : given) {
-    require(!is_given, kName, ": ", name, " must be absent with policy_mode ", policy);
-  }
-}
-
 // What belongs to the other policy.
 void check_policy_arguments(const Args& a, Policy policy) {
   if (policy == Policy::kQsa) {
-    check_absent("qsa", {{"index_topk", a.index_topk.has_value()},
-                         {"head_weight_scale", a.head_weight_scale.has_value()},
-                         {"gate", static_cast<bool>(a.gate)},
-                         {"position_bias", static_cast<bool>(a.position_bias)},
-                         {"head_weights", static_cast<bool>(a.head_weights)},
-                         {"position_ids", static_cast<bool>(a.position_ids)},
-                         {"past_gate_buffer", static_cast<bool>(a.past_gate_buffer)}});
+    indexer::check_absent(kName, policy,
+                          {{"index_topk", a.index_topk.has_value()},
+                           {"head_weight_scale", a.head_weight_scale.has_value()},
+                           {"gate", static_cast<bool>(a.gate)},
+                           {"position_bias", static_cast<bool>(a.position_bias)},
+                           {"head_weights", static_cast<bool>(a.head_weights)},
+                           {"position_ids", static_cast<bool>(a.position_ids)},
+                           {"past_gate_buffer", static_cast<bool>(a.past_gate_buffer)}});
   } else {
-    check_absent("csa", {{"token_budget", a.token_budget.has_value()},
-                         {"state_update_capacity", a.state_update_capacity != 0},
-                         {"state_update_capture_count", static_cast<bool>(a.state_update_capture_count)},
-                         {"state_update_active", static_cast<bool>(a.state_update_active)}});
+    indexer::check_absent(kName, policy,
+                          {{"token_budget", a.token_budget.has_value()},
+                           {"state_update_capacity", a.state_update_capacity != 0},
+                           {"state_update_capture_count", static_cast<bool>(a.state_update_capture_count)},
+                           {"state_update_active", static_cast<bool>(a.state_update_active)}});
   }
 }
 
 void check_attributes(const Args& a, Policy policy) {
-  check_positive("compress_ratio", a.compress_ratio);
   require(2 * a.compress_ratio - 1 <= INT32_MAX, kName, ": compress_ratio is ", a.compress_ratio, ", expected 1 to ",
           (int64_t{INT32_MAX} + 1) / 2);
-  check_positive("state_capacity", a.state_capacity);
-  require(std::isfinite(a.epsilon) && a.epsilon >= 0.0f, kName, ": epsilon is ", a.epsilon,
-          ", expected a finite number of at least 0");
-  require(!a.scale || std::isfinite(*a.scale), kName, ": scale is ", a.scale.value_or(0), ", expected a finite number");
-  require(!a.head_weight_scale || std::isfinite(*a.head_weight_scale), kName, ": head_weight_scale is ",
-          a.head_weight_scale.value_or(0), ", expected a finite number");
+  indexer::check_attributes(kName, policy,
+                            {.compress_ratio = a.compress_ratio,
+                             .token_budget = a.token_budget,
+                             .index_topk = a.index_topk,
+                             .epsilon = a.epsilon,
+                             .scale = a.scale,
+                             .head_weight_scale = a.head_weight_scale});
+  indexer::check_positive(kName, "state_capacity", a.state_capacity);
   if (policy == Policy::kQsa) {
-    require(a.token_budget.has_value(), kName, ": token_budget is required with policy_mode qsa");
-    check_positive("token_budget", *a.token_budget);
-    require(*a.token_budget % a.compress_ratio == 0, kName, ": token_budget is ", *a.token_budget,
-            ", expected a multiple of compress_ratio = ", a.compress_ratio);
-    check_positive("token_budget + compress_ratio - 1", *a.token_budget + a.compress_ratio - 1);
     require(a.state_update_capacity >= 0 && a.state_update_capacity <= kMaxCaptured, kName,
             ": state_update_capacity is ", a.state_update_capacity, ", expected 0 to ", kMaxCaptured);
-  } else {
-    require(a.index_topk.has_value(), kName, ": index_topk is required with policy_mode csa");
-    check_positive("index_topk", *a.index_topk);
   }
   const std::string_view sharing = a.indexshare_state_policy;
   require(sharing == "default" || sharing == "hold" || sharing == "advance", kName, ": indexshare_state_policy is '",

@@ -514,4 +514,8 @@ inline void run(Step& step, const PagedAttentionArgs& args, std::string_view var
   paged_attention(args, {&pool, &workspace, isa, variant});
 }
 
+inline Case three_sequences() {
+  return {.num_heads = 4, .num_kv_heads = 2, .head_dim = 16, .page_size = 16, .past = {5, 7, 9}, .lens = {2, 3, 4}};
+}
+
 }  // namespace shoal::paged_cases

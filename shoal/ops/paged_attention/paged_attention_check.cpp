@@ -8,12 +8,6 @@
 #include "shoal/tensor/matcher.h"
 
 namespace shoal::paged {
-namespace {
-
-template <class... Args>
-void expect(std::string_view op, bool condition, const Args&... args) {
-  require(condition, op, ": ", args...);
-}
 
 Matrix matrix_of(const TensorView& view) {
   const auto item = static_cast<int64_t>(size_of(view.dtype));
@@ -22,6 +16,13 @@ Matrix matrix_of(const TensorView& view) {
   matrix.row_stride = view.stride(0) * item;
   matrix.column_stride = view.rank > 1 ? view.stride(1) * item : 0;
   return matrix;
+}
+
+namespace {
+
+template <class... Args>
+void expect(std::string_view op, bool condition, const Args&... args) {
+  require(condition, op, ": ", args...);
 }
 
 // A vector as one row, so that load_row reads it.

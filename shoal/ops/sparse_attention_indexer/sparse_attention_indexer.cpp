@@ -44,44 +44,27 @@ struct Problem {
   int64_t num_keys(const Args& a) const { return qsa() ? (past + num_new) / a.compress_ratio : past + num_new; }
 };
 
-void check_positive(std::string_view name, int64_t value) {
-  require(value > 0 && value <= INT32_MAX, kName, ": ", name, " is ", value, ", expected 1 to ", INT32_MAX);
-}
-
-void check_absent(std::string_view policy, std::initializer_list<std::pair<std::string_view, bool>> given) {
-  for (const auto& [name, is_given] : given) {
-    require(!is_given, kName, ": ", name, " must be absent with policy_mode ", policy);
-  }
-}
-
 void check_attributes(const Args& a, Policy policy) {
   if (policy == Policy::kQsa) {
-    check_absent("qsa", {{"index_topk", a.index_topk.has_value()},
-                         {"head_weight_scale", a.head_weight_scale.has_value()},
-                         {"gate", static_cast<bool>(a.gate)},
-                         {"position_bias", static_cast<bool>(a.position_bias)},
-                         {"head_weights", static_cast<bool>(a.head_weights)},
-                         {"position_ids", static_cast<bool>(a.position_ids)},
-                         {"past_proj_buffer", static_cast<bool>(a.past_proj_buffer)}});
+    indexer::check_absent(kName, policy,
+                          {{"index_topk", a.index_topk.has_value()},
+                           {"head_weight_scale", a.head_weight_scale.has_value()},
+                           {"gate", static_cast<bool>(a.gate)},
+                           {"position_bias", static_cast<bool>(a.position_bias)},
+                           {"head_weights", static_cast<bool>(a.head_weights)},
+                           {"position_ids", static_cast<bool>(a.position_ids)},
+                           {"past_proj_buffer", static_cast<bool>(a.past_proj_buffer)}});
   } else {
-    check_absent("csa", {{"token_budget", a.token_budget.has_value()}, {"mask", static_cast<bool>(a.mask)}});
+    indexer::check_absent(kName, policy,
+                          {{"token_budget", a.token_budget.has_value()}, {"mask", static_cast<bool>(a.mask)}});
   }
-  check_positive("compress_ratio", a.compress_ratio);
-  require(std::isfinite(a.epsilon) && a.epsilon >= 0.0f, kName, ": epsilon is ", a.epsilon,
-          ", expected a finite number of at least 0");
-  require(!a.scale || std::isfinite(*a.scale), kName, ": scale is ", a.scale.value_or(0), ", expected a finite number");
-  require(!a.head_weight_scale || std::isfinite(*a.head_weight_scale), kName, ": head_weight_scale is ",
-          a.head_weight_scale.value_or(0), ", expected a finite number");
-  if (policy == Policy::kQsa) {
-    require(a.token_budget.has_value(), kName, ": token_budget is required with policy_mode qsa");
-    check_positive("token_budget", *a.token_budget);
-    require(*a.token_budget % a.compress_ratio == 0, kName, ": token_budget is ", *a.token_budget,
-            ", expected a multiple of compress_ratio = ", a.compress_ratio);
-    check_positive("token_budget + compress_ratio - 1", *a.token_budget + a.compress_ratio - 1);
-  } else {
-    require(a.index_topk.has_value(), kName, ": index_topk is required with policy_mode csa");
-    check_positive("index_topk", *a.index_topk);
-  }
+  indexer::check_attributes(kName, policy,
+                            {.compress_ratio = a.compress_ratio,
+                             .token_budget = a.token_budget,
+                             .index_topk = a.index_topk,
+                             .epsilon = a.epsilon,
+                             .scale = a.scale,
+                             .head_weight_scale = a.head_weight_scale});
 }
 
 int64_t past_length(const Args& a) {
