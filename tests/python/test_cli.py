@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import shoal, shoal_here
+from conftest import GOLDEN, shoal, shoal_here
 
 import shoal as package
 
@@ -307,10 +307,24 @@ def test_inspect(smollm2_path: Path) -> None:
     assert "134,515,008" in text and "token_embd.weight" in text
 
 
+def test_what_cannot_run_is_said(tmp_path: Path) -> None:
+    tiny = GOLDEN / "models" / "llama"
+    check_failure(shoal_here("run", str(tiny), "-p", "hi"), 1, "has no tokenizer, which `shoal run` needs")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    assert json.loads(shoal_here("inspect", str(tmp_path), "--json").stdout)["supported"] is False
+    assert "not supported" in shoal_here("inspect", str(tmp_path)).stdout
+    check_failure(shoal_here("run", str(tmp_path), "-p", "hi"), 1, "gptq")
+
+
 def test_bench(smollm2_path: Path) -> None:
     arguments = ("bench", str(smollm2_path), "--context", "16,32", "-n", "4", "-r", "1")
     rows = json.loads(shoal(*arguments, "-o", "json").stdout)["results"]
     assert [r["context"] for r in rows] == [16, 32] and all(r["decode_tok_s"] > 0 for r in rows)
+    table = shoal(*arguments).stdout
+    assert "weights         126.7 MB" in table and "| context |" in table
     lines = shoal(*arguments, "-o", "csv").stdout.splitlines()
     assert lines[0].startswith("context,ttft_s,") and len(lines) == 3
 

@@ -272,6 +272,8 @@ def test_wrong_types_are_named(llm: LLM) -> None:
         (lambda: llm.generate("x", 3), "params"),
         (lambda: llm.generate(["x"], [{}]), "params"),
         (lambda: llm.logits(3), "prompts"),
+        (lambda: llm.logits("The sea"), "list of lists of token ids"),
+        (lambda: llm.logits([1, 2, 3]), "list of lists of token ids"),
         (lambda: llm.generate("x", SamplingParams(stop=3)), "stop"),
         (lambda: llm.generate("x", SamplingParams(stop_token_ids=["a"])), "stop_token_ids"),
         (lambda: llm.generate("x", SamplingParams(logprobs=2**70)), "logprobs"),

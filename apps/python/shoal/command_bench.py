@@ -110,7 +110,10 @@ def _print(rows: list[dict[str, float]], setting: dict[str, Any], output: str) -
         writer.writeheader()
         writer.writerows(rows)
         return
-    print(", ".join(f"{key} {value}" for key, value in setting.items()) + "\n")
+    for key, value in setting.items():
+        label = {"kv_bytes": "KV cache", "weight_bytes": "weights"}.get(key, key.replace("_", " "))
+        print(f"{label:15} {console.size_text(value) if key.endswith('_bytes') else value}")
+    print()
     print("| " + " | ".join(COLUMNS) + " |")
     print("|" + "---:|" * len(COLUMNS))
     for row in rows:

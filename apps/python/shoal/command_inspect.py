@@ -29,17 +29,19 @@ def describe(path: Path) -> dict[str, Any]:
         metadata = json.loads((path / "config.json").read_text("utf-8"))
         text = metadata.get("text_config") if isinstance(metadata.get("text_config"), dict) else {}
         architecture = metadata.get("model_type") or text.get("model_type")
+        quantised = metadata.get("quantization_config") is not None  # the engine refuses these folders by name
     else:
         source = _core.GgufFile(os.fspath(path))
         metadata = source.metadata()
         architecture = metadata.get("general.architecture")
+        quantised = False
     if not isinstance(architecture, str):
         raise ModelFormatError(f"{path.name} does not say what architecture it is")
     tensors = source.tensors()
     return {
         "path": os.fspath(path),
         "architecture": architecture,
-        "supported": architecture in _core.registered_architectures(),
+        "supported": architecture in _core.registered_architectures() and not quantised,
         "parameters": sum(math.prod(t["shape"]) for t in tensors),
         "bytes": source.total_bytes(),
         "formats": dict(Counter(t["format"] for t in tensors).most_common()),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import console, models
-from shoal.errors import InvalidArgument, ShoalError, printable
+from shoal.errors import InvalidArgument, ShoalError, Unsupported, printable
 from shoal.llm import LLM, Chunk, Completion, SamplingParams
 
 _HELP = """/help   this text
@@ -66,11 +66,15 @@ def read_prompt(options: RunOptions) -> str | None:
     if options.prompt is None:
         text = text.removesuffix("\n")  # the one that every text file ends with
     if not text:
-        raise InvalidArgument("the prompt is empty")
+        raise InvalidArgument("the prompt is empty: give it with -p, -f or through a pipe")
     return text
 
 
 def prompt_ids(llm: LLM, text: str, options: RunOptions) -> list[int]:
+    if not llm.has_tokenizer:
+        raise Unsupported(
+            f"{llm.path.name} has no tokenizer, which `shoal run` needs; shoal.LLM in Python takes token ids"
+        )
     tokenizer = llm.tokenizer
     if options.raw or tokenizer.chat_template is None:
         if options.system is not None:

@@ -262,8 +262,8 @@ class LLM:
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[numpy.ndarray]:
         """Logits after each token, float32 [num_tokens, vocab_size], for each list of ids."""
-        if not isinstance(prompts, Iterable):
-            raise InvalidArgument(f"prompts is {type(prompts).__name__}, expected lists of token ids")
+        if not isinstance(prompts, Iterable) or isinstance(prompts, str) or _is_one_list(prompts):
+            raise InvalidArgument(f"prompts is {type(prompts).__name__}, expected a list of lists of token ids")
         return [self._engine.logits(_checked_ids(ids)) for ids in prompts]
 
     # Inside
@@ -311,6 +311,10 @@ def _is_ids(prompt: object) -> bool:
     return hasattr(prompt, "dtype") or (
         isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(i, numbers.Integral) for i in prompt)
     )
+
+
+def _is_one_list(prompts: object) -> bool:
+    return _is_ids(prompts) and getattr(prompts, "ndim", 1) == 1
 
 
 def _checked_ids(prompt: Sequence[int]) -> list[int]:
