@@ -273,7 +273,7 @@ void run_with_context(const std::function<size_t(int num_threads)>& workspace_by
   body({.pool = here.pool.get(), .workspace = &here.workspace, .isa = cpu::default_isa()});
 }
 
-TensorView placeholder(DType dtype, std::span<const int64_t> shape) {
+TensorView shape_only_view(DType dtype, std::span<const int64_t> shape) {
   alignas(64) static std::byte nothing[64];
   return TensorView(nothing, dtype, shape);
 }

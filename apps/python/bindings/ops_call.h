@@ -96,7 +96,7 @@ void run_with_context(const std::function<size_t(int num_threads)>& workspace_by
                       const std::function<void(const OpContext&)>& body);
 
 // A view of the right type and shape whose memory is never touched: for checks that want to see an output.
-TensorView placeholder(DType dtype, std::span<const int64_t> shape);
+TensorView shape_only_view(DType dtype, std::span<const int64_t> shape);
 
 template <class Args>
 struct OperatorTraits {

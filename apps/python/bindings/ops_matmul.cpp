@@ -13,14 +13,14 @@ using Packed = MatMulPackedArgs;
 using Fp4 = MatMulFp4Args;
 using Fp8 = MatMulFp8Args;
 
-// Y [..., num_outputs] in A's type. The operator's own check wants to see Y, so it sees a placeholder.
+// Y [..., num_outputs] in A's type. The operator's own check wants to see Y, so it sees one without memory.
 template <class Args>
 std::vector<OutputSpec> product_specs(Args& a, int64_t num_outputs, size_t (*workspace_bytes)(const Args&)) {
   OutputSpec spec{a.A.dtype, {a.A.dims().begin(), a.A.dims().end()}};
   if (!spec.shape.empty()) {
     spec.shape.back() = num_outputs;
   }
-  a.Y = placeholder(spec.dtype, spec.shape);
+  a.Y = shape_only_view(spec.dtype, spec.shape);
   workspace_bytes(a);  // checks
   return {spec};
 }
