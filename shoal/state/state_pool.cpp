@@ -251,6 +251,7 @@ void StatePool::commit(StateSlot slot, int64_t num_accepted, cpu::ThreadPool& po
 }
 
 void StatePool::commit_conv(const Layer& layer, size_t layer_idx, StateSlot slot, int64_t num_accepted) {
+  SHOAL_ASSERT(capture_capacity_ > 0);
   const StateLayerShape& shape = layer.shape;
   const TensorView state = conv_state(layer_idx, slot);
   const TensorView rows = conv_capture(layer_idx, slot);

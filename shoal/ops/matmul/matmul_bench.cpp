@@ -63,6 +63,7 @@ void bench(const Shape& shape, Format format, const std::vector<int64_t>& row_co
     raw.emplace_back(format, n, shape.k, static_cast<uint64_t>(n));
     num_outputs += n;
   }
+  parts.reserve(raw.size());
   for (const testkit::RandomMatrix& matrix : raw) {
     parts.push_back(matrix.matrix());
   }
