@@ -2,6 +2,8 @@
 #include "shoal/ops/matmul/matmul.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <limits>
 #include <set>
 #include <vector>
 
@@ -165,25 +167,58 @@ size_t matmul_workspace_bytes(const MatmulWeight& weight, int64_t m) { return Sc
 
 namespace {
 
-MatmulRows check(const MatmulArgs& args, const MatmulWeight::Impl& impl, const OpContext& context) {
+// What is to be computed: rows in groups, a weight for each. Without groups there is one.
+struct Job {
+  std::span<const MatmulWeight> weights;
+  std::span<const int32_t> row_begin;  // of each group, and the end
+  MatmulRows rows;                     // of all groups; the bias is the first group's
+
+  const MatmulWeight::Impl& impl(size_t group) const { return weights[group].impl(); }
+
+  MatmulRows rows_of(size_t group) const {
+    MatmulRows own = rows;
+    own.a += row_begin[group] * rows.a_stride;
+    own.out += row_begin[group] * rows.out_stride;
+    own.bias = rows.bias == nullptr ? nullptr : rows.bias + static_cast<int64_t>(group) * impl(group).n;
+    own.m = row_begin[group + 1] - row_begin[group];
+    return own;
+  }
+};
+
+MatmulRows check_rows(const TensorView& out, const TensorView& a, const MatmulWeight::Impl& impl,
+                      const OpContext& context) {
   Dim m{"m"};
   Dim n{"n", impl.n};
   Dim k{"k", impl.k};
   const Matcher matcher("matmul");
-  matcher.tensor("a", args.a).type(DType::kF32).shape({m, k}).inner_contiguous();
-  matcher.tensor("out", args.out).type(DType::kF32).shape({m, n}).inner_contiguous();
-  if (args.bias) {
-    matcher.tensor("bias", args.bias).type(DType::kF32).shape({n}).inner_contiguous();
-  }
+  matcher.tensor("a", a).type(DType::kF32).shape({m, k}).inner_contiguous();
+  matcher.tensor("out", out).type(DType::kF32).shape({m, n}).inner_contiguous();
+  require(a.dim(0) <= std::numeric_limits<int32_t>::max(), "matmul: a has ", a.dim(0),
+          " rows, at most 2^31 - 1 are supported");
   require(context.variant.empty() || context.variant == impl.variant, "matmul: variant \"", printable(context.variant),
           "\" asked for, but the weight was prepared for \"", impl.variant, "\"");
-  return {.a = args.a.as<const float>(),
-          .a_stride = args.a.stride(0),
-          .out = args.out.as<float>(),
-          .out_stride = args.out.stride(0),
-          .bias = args.bias ? args.bias.as<const float>() : nullptr,
-          .m = args.a.dim(0),
+  return {.a = a.as<const float>(),
+          .a_stride = a.stride(0),
+          .out = out.as<float>(),
+          .out_stride = out.stride(0),
+          .m = a.dim(0),
           .k = impl.k};
+}
+
+// `shape` is [n], or [num_groups, n].
+const float* check_bias(const TensorView& bias, std::initializer_list<int64_t> shape) {
+  if (!bias) {
+    return nullptr;
+  }
+  const Matcher matcher("matmul");
+  Dim n{"n", *(shape.end() - 1)};
+  if (shape.size() == 1) {
+    matcher.tensor("bias", bias).type(DType::kF32).shape({n}).contiguous();
+  } else {
+    Dim num_groups{"num_groups", *shape.begin()};
+    matcher.tensor("bias", bias).type(DType::kF32).shape({num_groups, n}).contiguous();
+  }
+  return bias.as<const float>();
 }
 
 void fill_with_bias(const MatmulRows& rows, int64_t n) {
@@ -241,52 +276,92 @@ void quantize(const MatmulWeight::Impl& impl, const MatmulRows& rows, const Quan
   }
 }
 
-// Work is cut in units, (block of rows) x (pair of groups), and each slot gets a contiguous range of them.
-void run_units(const MatmulWeight::Impl& impl, const MatmulRows& rows, const QuantRows& quant, float* decoded,
-               const OpContext& context) {
-  const int64_t num_pairs = ceil_div<int64_t>(impl.num_groups, kDecodeGroups);
-  const int64_t block_rows = num_pairs >= 4 * impl.num_slots ? rows.m : std::min(rows.m, kSplitRows);
-  const int64_t num_units = num_pairs * ceil_div(rows.m, block_rows);
-  const int64_t spread_size = spread_scratch_size(impl.isa, rows.m, rows.k);
-  const auto run_slot = [&](int64_t slot) {
-    const int64_t unit_end = num_units * (slot + 1) / impl.num_slots;
-    for (int64_t unit = num_units * slot / impl.num_slots; unit < unit_end;) {
-      const int64_t pair = unit % num_pairs;
-      const int64_t count = std::min(unit_end - unit, num_pairs - pair);
-      const int64_t row_begin = unit / num_pairs * block_rows;
-      const int64_t row_end = std::min(row_begin + block_rows, rows.m);
-      run_groups(impl, slice(rows, row_begin, row_end), slice(quant, rows.k, row_begin, slot * spread_size),
-                 pair * kDecodeGroups, (pair + count) * kDecodeGroups,
-                 decoded == nullptr ? nullptr : decoded + slot * decode_scratch_size(impl.decode_chunk, impl.group));
+// How a group's work is cut: units of (block of rows) x (pair of output groups), in this order. A unit's cost grows with
+// its rows and is not nothing for one row, whose weights must be read too.
+struct Units {
+  int64_t num_pairs = 0;
+  int64_t block_rows = 0;
+  int64_t count = 0;
+  int64_t cost = 0;  // of each
+
+  Units(const MatmulWeight::Impl& impl, int64_t m) {
+    num_pairs = ceil_div<int64_t>(impl.num_groups, kDecodeGroups);
+    block_rows = num_pairs >= 4 * impl.num_slots ? m : std::min(m, kSplitRows);
+    count = m == 0 ? 0 : num_pairs * ceil_div(m, block_rows);
+    cost = block_rows + 1;
+  }
+};
+
+class Runner {
+ public:
+  Runner(const Job& job, const QuantRows& quant, float* decoded) : job_(job), quant_(quant), decoded_(decoded) {
+    for (size_t group = 0; group < job.weights.size(); ++group) {
+      const Units units(job.impl(group), job.rows_of(group).m);
+      total_cost_ += units.count * units.cost;
+    }
+  }
+
+  // Each slot gets the units that begin in its share of the cost, which is one range a group.
+  void run(const OpContext& context) const {
+    const int num_slots = job_.impl(0).num_slots;
+    context.pool->parallel_for(num_slots, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t slot = begin; slot < end; ++slot) {
+        run_slot(slot, total_cost_ * slot / num_slots, total_cost_ * (slot + 1) / num_slots);
+      }
+    });
+  }
+
+ private:
+  void run_slot(int64_t slot, int64_t cost_begin, int64_t cost_end) const {
+    int64_t cost = 0;  // of all groups before
+    for (size_t group = 0; group < job_.weights.size() && cost < cost_end; ++group) {
+      const Units units(job_.impl(group), job_.rows_of(group).m);
+      const int64_t unit_begin =
+          std::clamp<int64_t>(ceil_div(std::max<int64_t>(cost_begin - cost, 0), units.cost), 0, units.count);
+      const int64_t unit_end = std::clamp<int64_t>(ceil_div(cost_end - cost, units.cost), 0, units.count);
+      run_units(group, units, unit_begin, unit_end, slot);
+      cost += units.count * units.cost;
+    }
+  }
+
+  void run_units(size_t group, const Units& units, int64_t unit, int64_t unit_end, int64_t slot) const {
+    const MatmulWeight::Impl& impl = job_.impl(group);
+    const MatmulRows rows = job_.rows_of(group);
+    const int64_t spread_size = spread_scratch_size(impl.isa, job_.rows.m, rows.k);
+    float* decoded =
+        decoded_ == nullptr ? nullptr : decoded_ + slot * decode_scratch_size(impl.decode_chunk, impl.group);
+    while (unit < unit_end) {
+      const int64_t pair = unit % units.num_pairs;
+      const int64_t count = std::min(unit_end - unit, units.num_pairs - pair);
+      const int64_t row_begin = unit / units.num_pairs * units.block_rows;
+      const int64_t row_end = std::min(row_begin + units.block_rows, rows.m);
+      run_groups(impl, slice(rows, row_begin, row_end),
+                 slice(quant_, rows.k, job_.row_begin[group] + row_begin, slot * spread_size), pair * kDecodeGroups,
+                 (pair + count) * kDecodeGroups, decoded);
       unit += count;
     }
-  };
-  context.pool->parallel_for(impl.num_slots, 1, [&](int64_t begin, int64_t end, int) {
-    for (int64_t slot = begin; slot < end; ++slot) {
-      run_slot(slot);
+  }
+
+  const Job& job_;
+  const QuantRows& quant_;
+  float* decoded_;
+  int64_t total_cost_ = 0;
+};
+
+void run(const Job& job, const OpContext& context) {
+  const MatmulWeight::Impl& impl = job.impl(0);
+  if (job.rows.m == 0 || impl.n == 0) {
+    return;
+  }
+  if (impl.k == 0 || impl.variant == "ref") {
+    for (size_t group = 0; group < job.weights.size(); ++group) {
+      impl.k == 0 ? fill_with_bias(job.rows_of(group), impl.n) : matmul_reference(job.impl(group), job.rows_of(group));
     }
-  });
-}
-
-}  // namespace
-
-void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext& context) {
-  const MatmulWeight::Impl& impl = weight.impl();
-  const MatmulRows rows = check(args, impl, context);
-  if (rows.m == 0 || impl.n == 0) {
     return;
   }
-  if (impl.k == 0) {
-    fill_with_bias(rows, impl.n);
-    return;
-  }
-  if (impl.variant == "ref") {
-    matmul_reference(impl, rows);
-    return;
-  }
-  const Scratch scratch(impl, rows.m);
+  const Scratch scratch(impl, job.rows.m);
   if (scratch.num_bytes() == 0) {
-    run_units(impl, rows, {}, nullptr, context);
+    Runner(job, {}, nullptr).run(context);
     return;
   }
   require(context.workspace != nullptr, "matmul: a workspace is required");
@@ -296,13 +371,44 @@ void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext&
     quant.codes = context.workspace->take<int8_t>(static_cast<size_t>(scratch.num_codes)).data();
     quant.blocks = context.workspace->take<QuantBlock>(static_cast<size_t>(scratch.num_blocks)).data();
     quant.spread = context.workspace->take<int8_t>(static_cast<size_t>(scratch.num_spread)).data();
-    quantize(impl, rows, quant, context);
+    quantize(impl, job.rows, quant, context);
   }
   float* decoded = nullptr;
   if (scratch.num_decoded > 0) {
     decoded = context.workspace->take<float>(static_cast<size_t>(scratch.num_decoded)).data();
   }
-  run_units(impl, rows, quant, decoded, context);
+  Runner(job, quant, decoded).run(context);
+}
+
+void check_groups(const GroupedMatmulArgs& args, std::span<const MatmulWeight> weights) {
+  const MatmulWeight::Impl& first = weights.front().impl();
+  for (const MatmulWeight& weight : weights) {
+    const MatmulWeight::Impl& impl = weight.impl();
+    require(impl.n == first.n && impl.k == first.k && impl.layout == first.layout && impl.variant == first.variant &&
+                impl.isa == first.isa && impl.num_slots == first.num_slots && impl.decode_chunk == first.decode_chunk,
+            "matmul: the weights of the groups differ in shape, format or preparation");
+  }
+  const auto& row_begin = args.row_begin;
+  require(row_begin.size() == weights.size() + 1 && row_begin.front() == 0 && row_begin.back() == args.a.dim(0) &&
+              std::is_sorted(row_begin.begin(), row_begin.end()),
+          "matmul: row_begin must ascend from 0 to the rows of a, one more than groups");
+}
+
+}  // namespace
+
+void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext& context) {
+  MatmulRows rows = check_rows(args.out, args.a, weight.impl(), context);
+  rows.bias = check_bias(args.bias, {weight.n()});
+  const int32_t row_begin[] = {0, static_cast<int32_t>(rows.m)};
+  run({std::span(&weight, 1), row_begin, rows}, context);
+}
+
+void grouped_matmul(const GroupedMatmulArgs& args, std::span<const MatmulWeight> weights, const OpContext& context) {
+  require(!weights.empty(), "matmul: no weights given");
+  MatmulRows rows = check_rows(args.out, args.a, weights.front().impl(), context);
+  rows.bias = check_bias(args.bias, {static_cast<int64_t>(weights.size()), weights.front().n()});
+  check_groups(args, weights);
+  run({weights, args.row_begin, rows}, context);
 }
 
 }  // namespace shoal

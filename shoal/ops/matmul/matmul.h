@@ -70,4 +70,17 @@ struct MatmulArgs {
 size_t matmul_workspace_bytes(const MatmulWeight& weight, int64_t m);
 void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext& context);
 
+// Rows in groups, each with a weight of its own (the experts of a mixture): rows [row_begin[g], row_begin[g + 1]) of a
+// and out belong to weights[g]. A weight is read once for all rows of its group, those of empty groups not at all; all
+// groups are one pass over the threads. Every row has the bits that `matmul` gives it.
+struct GroupedMatmulArgs {
+  TensorView out;                      // [m, n] f32
+  TensorView a;                        // [m, k] f32
+  std::span<const int32_t> row_begin;  // [num_groups + 1], ascending from 0 to m
+  TensorView bias{};                   // [num_groups, n] f32, optional
+};
+
+// The weights: the same n, k, formats and preparation. Workspace: matmul_workspace_bytes of one of them.
+void grouped_matmul(const GroupedMatmulArgs& args, std::span<const MatmulWeight> weights, const OpContext& context);
+
 }  // namespace shoal

@@ -411,6 +411,46 @@ TEST(Matmul, FormatsWhoseScalesStandApart) {
   EXPECT_THROW(prepare_matmul({&matrix, 1}, MatmulPrecision::kDefault, machine.context()), Error);
 }
 
+TEST(Matmul, GroupsHaveTheBitsOfTheirOwnProducts) {
+  constexpr int64_t kN = 72;
+  constexpr int64_t kK = 256;
+  const std::vector<std::vector<int32_t>> ends = {{0, 0, 1, 1, 1, 9, 9, 10},
+                                                  {0, 0, 0, 0, 0, 0, 0, 1},
+                                                  {1, 2, 3, 4, 5, 6, 7, 8},
+                                                  {0, 150, 150, 153, 153, 160, 200, 200}};
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    for (const Format format : {Format::kQ4_K, Format::kQ4_0, Format::kBF16, Format::kQ2_K, Format::kGGUF_MXFP4}) {
+      Machine machine(isa, 3);
+      std::vector<RandomMatrix> matrices;
+      std::vector<MatmulWeight> weights;
+      for (uint64_t group = 0; group < ends.front().size(); ++group) {
+        matrices.emplace_back(format, kN, kK, 100 + group);
+        weights.push_back(prepare_matmul({&matrices.back().matrix(), 1}, MatmulPrecision::kDefault, machine.context()));
+      }
+      std::vector<float> bias = Random(5).normals(weights.size() * kN);
+      const TensorView biases(bias.data(), DType::kF32, {static_cast<int64_t>(weights.size()), kN});
+      for (const std::vector<int32_t>& end : ends) {
+        std::vector<int32_t> row_begin{0};
+        row_begin.insert(row_begin.end(), end.begin(), end.end());
+        Rows a = random_rows(end.back(), kK, 6);
+        Rows out(end.back(), kN, 7);
+        machine.workspace = Workspace(matmul_workspace_bytes(weights.front(), end.back()));
+        grouped_matmul({.out = out.view(), .a = a.view(), .row_begin = row_begin, .bias = biases}, weights,
+                       machine.context());
+        for (size_t group = 0; group < weights.size(); ++group) {
+          for (int32_t m = row_begin[group]; m < row_begin[group + 1]; ++m) {
+            Rows alone = random_rows(1, kK, 8);
+            std::copy_n(a.row(m), kK, alone.row(0));
+            Rows expected =
+                product(machine, weights[group], alone, TensorView(bias.data() + group * kN, DType::kF32, {kN}));
+            ASSERT_TRUE(same_bits({out.row(m), kN}, {expected.row(0), kN})) << info(format).name << " row " << m;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Matmul, EmptyShapes) {
   Machine machine;
   const RandomMatrix none(Format::kQ4_1, 0, 64, 1);
@@ -498,6 +538,36 @@ TEST(Matmul, RejectsWeights) {
   QuantMatrix partial = matrix.matrix();
   partial.k = 48;
   EXPECT_THROW(prepare({partial})(), Error);
+}
+
+TEST(Matmul, RejectsGroups) {
+  Machine machine;
+  const RandomMatrix matrix(Format::kQ4_0, 16, 64, 1);
+  const RandomMatrix narrow(Format::kQ4_0, 8, 64, 1);
+  const auto prepare = [&](const RandomMatrix& raw) {
+    return prepare_matmul({&raw.matrix(), 1}, MatmulPrecision::kDefault, machine.context());
+  };
+  std::vector<MatmulWeight> weights;
+  weights.push_back(prepare(matrix));
+  weights.push_back(prepare(matrix));
+  Rows a = random_rows(3, 64, 2);
+  Rows out(3, 16, 3);
+  machine.workspace = Workspace(matmul_workspace_bytes(weights.front(), 3));
+  const auto call = [&](std::vector<int32_t> row_begin) {
+    grouped_matmul({.out = out.view(), .a = a.view(), .row_begin = row_begin}, weights, machine.context());
+  };
+  const std::string order = "matmul: row_begin must ascend from 0 to the rows of a, one more than groups";
+  for (const std::vector<int32_t>& row_begin :
+       {std::vector<int32_t>{0, 3}, {0, 2, 4}, {1, 2, 3}, {0, 4, 3}, {0, 1, 2, 3}}) {
+    expect_error(ErrorCode::kInvalidArgument, order, [&] { call(row_begin); });
+  }
+  weights.back() = prepare(narrow);
+  expect_error(ErrorCode::kInvalidArgument, "matmul: the weights of the groups differ in shape, format or preparation",
+               [&] {
+                 call({0, 1, 3});
+               });
+  weights.clear();
+  expect_error(ErrorCode::kInvalidArgument, "matmul: no weights given", [&] { call({0}); });
 }
 
 TEST(Matmul, RejectsArguments) {
