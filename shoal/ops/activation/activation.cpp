@@ -2,6 +2,7 @@
 #include "shoal/ops/activation/activation.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/ops/variant.h"
@@ -24,7 +25,9 @@ void check(const GatedActivationArgs& args) {
   for (const auto& [name, view] : {std::pair{"value", &args.value}, {"out", &args.out}}) {
     match.tensor(name, *view).shape({tokens, width}).type(args.gate.dtype).inner_contiguous().device(args.gate.device);
   }
-  require(args.kind <= Gate::kRelu, "gated_activation: kind is ", static_cast<int>(args.kind), ", expected a Gate");
+  require(args.kind <= Gate::kClamped, "gated_activation: kind is ", static_cast<int>(args.kind), ", expected a Gate");
+  require(args.limit >= 0.0f && std::isfinite(args.alpha), "gated_activation: alpha is ", args.alpha, " and limit ",
+          args.limit, ", expected a finite number and one that is not negative");
 }
 
 }  // namespace

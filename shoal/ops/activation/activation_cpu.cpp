@@ -38,6 +38,18 @@ SHOAL_INLINE Floats gated(Floats g) {
   }
 }
 
+template <Gate kKind>
+SHOAL_INLINE Floats product(const GatedActivationArgs& args, Floats g, Floats v) {
+  if constexpr (kKind == Gate::kClamped) {
+    const Floats limit = splat(args.limit);  // in this order of operands NaN passes
+    const Floats gate = min(limit, g);
+    const Floats value = max(zero() - limit, min(limit, v));
+    return times_sigmoid(gate, splat(args.alpha) * gate) * (value + splat(1.0f));
+  } else {
+    return gated<kKind>(g) * v;
+  }
+}
+
 template <class T, Gate kKind>
 static void rows_of(const GatedActivationArgs& args, int64_t begin, int64_t end) {
   const int64_t width = args.out.shape[1];
@@ -47,11 +59,11 @@ static void rows_of(const GatedActivationArgs& args, int64_t begin, int64_t end)
     const T* value = static_cast<const T*>(args.value.data) + t * args.value.strides[0];
     int64_t i = 0;
     for (; i + kLanes <= width; i += kLanes) {
-      store(out + i, gated<kKind>(load(gate + i)) * load(value + i));
+      store(out + i, product<kKind>(args, load(gate + i), load(value + i)));
     }
     if (i < width) {
       const int64_t n = width - i;
-      store_partial(out + i, gated<kKind>(load_partial(gate + i, n)) * load_partial(value + i, n), n);
+      store_partial(out + i, product<kKind>(args, load_partial(gate + i, n), load_partial(value + i, n)), n);
     }
   }
 }
@@ -63,6 +75,7 @@ static void rows_of_type(const GatedActivationArgs& args, int64_t begin, int64_t
     case Gate::kGeluTanh: rows_of<T, Gate::kGeluTanh>(args, begin, end); break;
     case Gate::kGelu: rows_of<T, Gate::kGelu>(args, begin, end); break;
     case Gate::kRelu: rows_of<T, Gate::kRelu>(args, begin, end); break;
+    case Gate::kClamped: rows_of<T, Gate::kClamped>(args, begin, end); break;
   }
 }
 

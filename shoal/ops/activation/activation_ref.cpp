@@ -15,8 +15,16 @@ double gated(Gate kind, double g) {
       return 0.5 * g * (1.0 + std::tanh(std::sqrt(2.0 / std::numbers::pi) * (g + 0.044715 * g * g * g)));
     case Gate::kGelu: return 0.5 * g * std::erfc(-g / std::numbers::sqrt2);  // 1 + erf(a) is erfc(-a) without loss
     case Gate::kRelu: return g < 0.0 ? 0.0 : g;                              // NaN passes
+    case Gate::kClamped: break;
   }
   return 0.0;
+}
+
+double clamped(const GatedActivationArgs& args, double g, double v) {
+  const double limit = args.limit;
+  const double gate = g > limit ? limit : g;
+  const double value = v > limit ? limit : v < -limit ? -limit : v;
+  return gate / (1.0 + std::exp(-static_cast<double>(args.alpha) * gate)) * (value + 1.0);
 }
 
 }  // namespace
@@ -27,7 +35,7 @@ void gated_activation_ref(const GatedActivationArgs& args) {
     for (int64_t i = 0; i < args.out.dim(1); ++i) {
       const double gate = read_element(dtype, args.gate.data, t * args.gate.stride(0) + i);
       const double value = read_element(dtype, args.value.data, t * args.value.stride(0) + i);
-      const double product = gated(args.kind, gate) * value;
+      const double product = args.kind == Gate::kClamped ? clamped(args, gate, value) : gated(args.kind, gate) * value;
       write_element(dtype, args.out.data, t * args.out.stride(0) + i, static_cast<float>(product));
     }
   }

@@ -14,7 +14,7 @@ namespace {
 
 using testkit::GuardedTensor;
 
-constexpr Gate kGates[] = {Gate::kSilu, Gate::kGeluTanh, Gate::kGelu, Gate::kRelu};
+constexpr Gate kGates[] = {Gate::kSilu, Gate::kGeluTanh, Gate::kGelu, Gate::kRelu, Gate::kClamped};
 
 cpu::ThreadPool& pool() {
   static cpu::ThreadPool pool(2);
@@ -51,6 +51,10 @@ std::vector<float> run(const Case& c, const std::vector<float>& gate, const std:
     return halves;
   }());
   GatedActivationArgs args{.out = out.view(), .gate = gates.view(), .value = values.view(), .kind = c.kind};
+  if (c.kind == Gate::kClamped) {
+    args.alpha = 1.702f;
+    args.limit = 2.5f;
+  }
   if (c.layout == Layout::kHalves) {
     args.gate = TensorView(both.view().data, c.dtype, shape);
     args.gate.strides[0] = 2 * c.width;
@@ -82,6 +86,16 @@ TEST(GatedActivation, ByHand) {
       const auto result = run({DType::kF32, known.kind, 1, 1}, {known.gate}, {3.0f}, context);
       EXPECT_NEAR(result[0], 3.0 * known.result, 1e-6) << static_cast<int>(known.kind) << " of " << known.gate;
     }
+  }
+}
+
+TEST(GatedActivation, ClampedByHand) {
+  // 2.5 / (1 + exp(-4.255)) * (2.5 + 1) and -1 / (1 + exp(1.702)) * (-2.5 + 1)
+  for (const std::string_view variant : {"ref", "cpu"}) {
+    const auto result = run({DType::kF32, Gate::kClamped, 1, 2}, {7.0f, -1.0f}, {3.0f, -4.0f},
+                            {.pool = &pool(), .isa = cpu::available_isas().back(), .variant = variant});
+    EXPECT_NEAR(result[0], 8.6275484, 1e-5);
+    EXPECT_NEAR(result[1], 0.2313064, 1e-6);
   }
 }
 
@@ -150,6 +164,8 @@ TEST(GatedActivation, Rejections) {
             }),
             "gated_activation: value is on another device than the other arguments");
   EXPECT_EQ(error([](auto& a) { a.kind = static_cast<Gate>(9); }), "gated_activation: kind is 9, expected a Gate");
+  EXPECT_EQ(error([](auto& a) { a.limit = -1.0f; }),
+            "gated_activation: alpha is 1 and limit -1, expected a finite number and one that is not negative");
   EXPECT_EQ(error([](auto&) {}, "x"), "gated_activation: no variant \"x\"; known are ref, cpu");
 }
 
