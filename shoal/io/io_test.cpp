@@ -47,12 +47,12 @@ std::string entry(std::string_view name, std::string_view type, std::string_view
 
 struct Tensors {
   TensorMap tensors;
-  UnsupportedMap unsupported;
+  RawMap raw;
 };
 
 Tensors read(std::string_view bytes) {
   Tensors result;
-  read_safetensors(std::as_bytes(std::span(bytes)), "x.safetensors", 0, result.tensors, result.unsupported);
+  read_safetensors(std::as_bytes(std::span(bytes)), "x.safetensors", 0, result.tensors, result.raw);
   return result;
 }
 
@@ -117,8 +117,8 @@ TEST(Safetensors, ReadsTensors) {
   EXPECT_EQ(read_tensors.tensors.find("a")->second.format, Format::kBF16);
   EXPECT_EQ(read_tensors.tensors.find("scalar")->second.num_values(), 1);
   EXPECT_EQ(read_tensors.tensors.find("none")->second.num_values(), 0);
-  ASSERT_EQ(read_tensors.unsupported.size(), 1u);
-  EXPECT_EQ(read_tensors.unsupported.find("ids")->second.type, "I64");
+  ASSERT_EQ(read_tensors.raw.size(), 1u);
+  EXPECT_EQ(read_tensors.raw.find("ids")->second.type, "I64");
 }
 
 TEST(Safetensors, KnowsEveryTypeOfTheFormat) {
@@ -134,7 +134,7 @@ TEST(Safetensors, KnowsEveryTypeOfTheFormat) {
         image(concat("{", entry("x", name, "[8]", 0, num_bytes), "}"), static_cast<size_t>(num_bytes));
     const Tensors tensors = read(text);
     EXPECT_TRUE(tensors.tensors.empty());
-    EXPECT_EQ(tensors.unsupported.find("x")->second.type, name);
+    EXPECT_EQ(tensors.raw.find("x")->second.type, name);
   }
   expect_entry_rejected(entry("x", "F4", "[31]", 0, 16), "of shape [31] and type F4 does not fill whole bytes");
   expect_entry_rejected(entry("x", "Q4\\n", "[4]", 0, 16), "tensor \"x\" has the unknown type \"Q4\\n\"");

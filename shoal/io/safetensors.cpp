@@ -174,7 +174,7 @@ bool is_there(const std::filesystem::path& path) {
 }  // namespace
 
 void read_safetensors(std::span<const std::byte> bytes, std::string_view name, size_t file_idx, TensorMap& tensors,
-                      UnsupportedMap& unsupported) {
+                      RawMap& raw) {
   const HeaderReader start(name, 0);
   uint64_t header_bytes = 0;
   if (bytes.size() < sizeof(header_bytes)) {
@@ -201,11 +201,13 @@ void read_safetensors(std::span<const std::byte> bytes, std::string_view name, s
   reader.check_cover(entries);
   for (Entry& entry : entries) {
     std::string key(entry.name);
-    if (tensors.contains(key) || unsupported.contains(key)) {
+    if (tensors.contains(key) || raw.contains(key)) {
       reader.reject("tensor \"", printable(key), "\" is in another file too");
     }
     if (!entry.type->format) {
-      unsupported.emplace(std::move(key), UnsupportedTensor{std::string(entry.type->name), file_idx});
+      const uint64_t offset = data_start + entry.begin;
+      raw.emplace(std::move(key), RawTensor{std::string(entry.type->name), std::move(entry.shape),
+                                            bytes.data() + offset, entry.end - entry.begin, file_idx, offset});
       continue;
     }
     WeightTensor tensor;
@@ -232,7 +234,7 @@ ModelFolder::ModelFolder(const std::filesystem::path& folder) : path_(folder) {
   }
   if (is_there(folder / "model.safetensors")) {
     files_.emplace_back(folder / "model.safetensors");
-    read_safetensors(files_[0].bytes(), "model.safetensors", 0, tensors_, unsupported_);
+    read_safetensors(files_[0].bytes(), "model.safetensors", 0, tensors_, raw_);
     return;
   }
   if (!is_there(folder / "model.safetensors.index.json")) {
@@ -268,15 +270,15 @@ void ModelFolder::open_shards() {
     }
     shards.emplace(shard_name, files_.size());
     files_.emplace_back(path_ / shard_name);
-    read_safetensors(files_.back().bytes(), shard_name, files_.size() - 1, tensors_, unsupported_);
+    read_safetensors(files_.back().bytes(), shard_name, files_.size() - 1, tensors_, raw_);
   }
   for (const auto& [tensor_name, shard] : weight_map->as_object("weight_map")) {
     const std::string& shard_name = shard.as_string(tensor_name);
     const size_t file_idx = shards.find(shard_name)->second;
     const auto tensor = tensors_.find(tensor_name);
-    const auto other = unsupported_.find(tensor_name);
+    const auto other = raw_.find(tensor_name);
     const bool there = (tensor != tensors_.end() && tensor->second.file_idx == file_idx) ||
-                       (other != unsupported_.end() && other->second.file_idx == file_idx);
+                       (other != raw_.end() && other->second.file_idx == file_idx);
     if (!there) {
       fail(ErrorCode::kModelFormat, kIndexName, " says that tensor \"", printable(tensor_name), "\" is in \"",
            printable(shard_name), "\", but it is not");

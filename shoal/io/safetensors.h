@@ -35,9 +35,9 @@ class ModelFolder final : public WeightSource {
   Json config_;
 };
 
-// The tensors of one safetensors image, added to `tensors` (F32, F16, BF16) and `unsupported` (the other types of the
+// The tensors of one safetensors image, added to `tensors` (F32, F16, BF16) and `raw` (the other types of the
 // format). For the folder reader, for fuzzing and tests. `name` names the image in messages; all is kModelFormat.
 void read_safetensors(std::span<const std::byte> bytes, std::string_view name, size_t file_idx, TensorMap& tensors,
-                      UnsupportedMap& unsupported);
+                      RawMap& raw);
 
 }  // namespace shoal::io

@@ -25,8 +25,8 @@ const WeightTensor* WeightSource::find(std::string_view name) const {
 const WeightTensor& WeightSource::get(std::string_view name, std::span<const int64_t> shape) const {
   const WeightTensor* tensor = find(name);
   if (tensor == nullptr) {
-    const auto other = unsupported_.find(name);
-    if (other != unsupported_.end()) {
+    const auto other = raw_.find(name);
+    if (other != raw_.end()) {
       fail(ErrorCode::kUnsupported, "tensor \"", printable(name), "\" has type ", other->second.type,
            ", which is not supported");
     }
@@ -39,10 +39,30 @@ const WeightTensor& WeightSource::get(std::string_view name, std::span<const int
   return *tensor;
 }
 
+const RawTensor* WeightSource::find_raw(std::string_view name, std::string_view type,
+                                        std::span<const int64_t> shape) const {
+  const auto found = raw_.find(name);
+  if (found == raw_.end()) {
+    return nullptr;
+  }
+  const RawTensor& tensor = found->second;
+  if (tensor.type != type || !std::equal(tensor.shape.begin(), tensor.shape.end(), shape.begin(), shape.end())) {
+    fail(ErrorCode::kModelFormat, "tensor \"", printable(name), "\" is ", tensor.type, " ", shape_text(tensor.shape),
+         ", expected ", type, " ", shape_text(shape));
+  }
+  return &tensor;
+}
+
 void WeightSource::drop(const WeightTensor& tensor) const {
+  drop_bytes(tensor.file_idx, tensor.offset, tensor.num_bytes);
+}
+
+void WeightSource::drop(const RawTensor& tensor) const { drop_bytes(tensor.file_idx, tensor.offset, tensor.num_bytes); }
+
+void WeightSource::drop_bytes(size_t file_idx, uint64_t offset, uint64_t num_bytes) const {
   if (!files_.empty()) {
-    SHOAL_ASSERT(tensor.file_idx < files_.size());
-    files_[tensor.file_idx].drop(tensor.offset, tensor.num_bytes);
+    SHOAL_ASSERT(file_idx < files_.size());
+    files_[file_idx].drop(offset, num_bytes);
   }
 }
 

@@ -30,12 +30,17 @@ struct WeightTensor {
 
 using TensorMap = std::map<std::string, WeightTensor, std::less<>>;
 
-// A tensor of a type that is not a weight format: harmless until somebody asks for it.
-struct UnsupportedTensor {
+// A tensor of a type that is not a weight format by itself (packed codes, indices): its bytes for who knows what they
+// mean.
+struct RawTensor {
   std::string type;  // as the file calls it: "I64"
+  std::vector<int64_t> shape;
+  const std::byte* data = nullptr;  // inside a mapped file; any alignment
+  uint64_t num_bytes = 0;
   size_t file_idx = 0;
+  uint64_t offset = 0;
 };
-using UnsupportedMap = std::map<std::string, UnsupportedTensor, std::less<>>;
+using RawMap = std::map<std::string, RawTensor, std::less<>>;
 
 class WeightSource {
  public:
@@ -48,20 +53,26 @@ class WeightSource {
   // kUnsupported: tensor "x" has type I64, which is not supported.
   const WeightTensor& get(std::string_view name, std::span<const int64_t> shape) const;
 
+  // A tensor of another type. nullptr if absent; kModelFormat if there is one of another type or shape.
+  const RawTensor* find_raw(std::string_view name, std::string_view type, std::span<const int64_t> shape) const;
+
   // The bytes were copied elsewhere: their pages may leave memory. They stay readable.
   void drop(const WeightTensor& tensor) const;
+  void drop(const RawTensor& tensor) const;
 
   // Sum over all tensors.
   uint64_t total_bytes() const;
 
  protected:
+  void drop_bytes(size_t file_idx, uint64_t offset, uint64_t num_bytes) const;
+
   WeightSource() = default;
   WeightSource(WeightSource&&) = default;  // maps stay where they are: tensors remain valid
   WeightSource& operator=(WeightSource&&) = default;
 
   std::vector<MappedFile> files_;  // empty when the bytes were given in memory
   TensorMap tensors_;
-  UnsupportedMap unsupported_;
+  RawMap raw_;
 };
 
 // A 2-d tensor as a weight matrix, any format; kModelFormat if its shape is not [n, k].
