@@ -138,15 +138,26 @@ DecoderConfig read_gguf_config(const io::GgufFile& file) {
   return c;
 }
 
-DecoderConfig read_hf_config(const Json& config) {
-  DecoderConfig c;
-  c.architecture = hf_string_or(config, "model_type", "");
-  if (given(config, "quantization_config")) {
-    const Json* method = config.find("quantization_config")->find("quant_method");
-    fail(ErrorCode::kUnsupported, "config.json: quantised checkpoints of method \"",
-         method != nullptr && method->is_string() ? printable(method->as_string("quant_method")) : "unknown",
+namespace {
+
+void check_quant_method(const Json& config, std::string_view known) {
+  if (!given(config, "quantization_config")) {
+    return;
+  }
+  const Json* method = config.find("quantization_config")->find("quant_method");
+  const std::string name = method != nullptr && method->is_string() ? method->as_string("quant_method") : "unknown";
+  if (known.empty() || name != known) {
+    fail(ErrorCode::kUnsupported, "config.json: quantised checkpoints of method \"", printable(name),
          "\" are not supported");
   }
+}
+
+}  // namespace
+
+DecoderConfig read_hf_config(const Json& config, std::string_view quant_method) {
+  DecoderConfig c;
+  c.architecture = hf_string_or(config, "model_type", "");
+  check_quant_method(config, quant_method);
   c.num_layers = hf_int(config, "num_hidden_layers", 1, kMaxLayers);
   c.hidden = hf_int(config, "hidden_size", 1, kMaxWidth);
   c.ffn_hidden = hf_int(config, "intermediate_size", 1, kMaxWidth);
@@ -166,15 +177,72 @@ DecoderConfig read_hf_config(const Json& config) {
   return c;
 }
 
+namespace {
+
+// The share of a head's channels that is rotated: in the rope object, in the config, or as a number of channels.
+int64_t read_hf_rotary_dim(const Json& config, const Json* rope, int64_t head_dim) {
+  constexpr std::string_view kPartial = "partial_rotary_factor";
+  const bool in_rope = rope != nullptr && rope->is_object() && given(*rope, kPartial);
+  const double partial = hf_double_or(in_rope ? *rope : config, kPartial, 1.0);
+  const auto share = static_cast<int64_t>(static_cast<double>(head_dim) * partial);
+  const int64_t rotary_dim = partial == 1.0 ? hf_int_or(config, "rotary_dim", head_dim, 2, head_dim) : share;
+  if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) {
+    fail(ErrorCode::kModelFormat, "config.json: ", kPartial, " ", partial, " does not fit heads of ", head_dim);
+  }
+  return rotary_dim;
+}
+
+void check_experts(const ExpertsConfig& experts) {
+  if (experts.top_k > experts.num_experts || experts.top_k > 32) {
+    fail(ErrorCode::kModelFormat, "each token goes to ", experts.top_k,
+         " experts, expected at most 32 and no more than the ", experts.num_experts, " there are");
+  }
+}
+
+}  // namespace
+
+ExpertsConfig read_gguf_experts(const io::GgufFile& file, const DecoderConfig& decoder) {
+  const auto key = [&](std::string_view name) { return decoder.architecture + "." + std::string(name); };
+  ExpertsConfig experts;
+  experts.num_experts = gguf_int_or(file, key("expert_count"), 0, 0, 65536);
+  if (experts.num_experts == 0) {
+    return experts;
+  }
+  experts.top_k = gguf_int(file, key("expert_used_count"), 1, 65536);
+  experts.expert_hidden = gguf_int_or(file, key("expert_feed_forward_length"), decoder.ffn_hidden, 1, kMaxWidth);
+  check_experts(experts);
+  return experts;
+}
+
+ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, const DecoderConfig& decoder) {
+  ExpertsConfig experts;
+  // Newer configs call it so in every family.
+  const bool is_new = !given(config, keys.num_experts) && given(config, "num_local_experts");
+  experts.num_experts = hf_int(config, is_new ? "num_local_experts" : keys.num_experts, 1, 65536);
+  experts.top_k = hf_int(config, "num_experts_per_tok", 1, 65536);
+  experts.expert_hidden = hf_int(config, keys.expert_hidden, 1, kMaxWidth);
+  experts.gate = decoder.gate;
+  check_experts(experts);
+  return experts;
+}
+
+void read_hf_groups(const Json& config, ExpertsConfig& experts) {
+  experts.score = RouterScore::kSigmoid;
+  experts.normalize = hf_bool_or(config, "norm_topk_prob", true);
+  experts.scale = static_cast<float>(hf_positive_or(config, "routed_scaling_factor", 1.0));
+  experts.num_groups = hf_int_or(config, "n_group", 1, 1, experts.num_experts);
+  experts.top_groups = hf_int_or(config, "topk_group", 1, 1, experts.num_groups);
+  if (experts.num_experts % experts.num_groups != 0) {
+    fail(ErrorCode::kModelFormat, "config.json: ", experts.num_experts, " experts are not a multiple of ",
+         experts.num_groups, " groups");
+  }
+  experts.shared_hidden = hf_int_or(config, "n_shared_experts", 0, 0, 64) * experts.expert_hidden;
+}
+
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim) {
   RopeConfig r;
   r.theta = positive(theta, "config.json: rope_theta");
-  const double partial = hf_double_or(config, "partial_rotary_factor", 1.0);
-  r.rotary_dim = static_cast<int64_t>(static_cast<double>(rotary_dim) * partial);
-  if (r.rotary_dim < 2 || r.rotary_dim > rotary_dim || r.rotary_dim % 2 != 0) {
-    fail(ErrorCode::kModelFormat, "config.json: partial_rotary_factor ", partial, " does not fit heads of ",
-         rotary_dim);
-  }
+  r.rotary_dim = read_hf_rotary_dim(config, rope, rotary_dim);
   if (rope == nullptr || rope->is_null()) {
     return r;
   }

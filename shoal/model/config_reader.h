@@ -16,10 +16,24 @@ DecoderConfig read_gguf_config(const io::GgufFile& file);
 
 // What config.json (of the text part) says about a dense decoder. Ropes has one entry; layers are global.
 // `config` is the object that holds hidden_size and its kin.
-DecoderConfig read_hf_config(const Json& config);
+// `quant_method`: the one method of quantised checkpoints that the family reads; kUnsupported names any other.
+DecoderConfig read_hf_config(const Json& config, std::string_view quant_method = {});
 
 // The rotary settings in a `rope_parameters` or `rope_scaling` object; `theta` is used where the object has none.
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim);
+
+// "<architecture>.expert_count" and its kin; softmax scores, normalised. num_experts is 0 where the file has none.
+ExpertsConfig read_gguf_experts(const io::GgufFile& file, const DecoderConfig& decoder);
+
+// Routed experts by the keys that config.json has them under; num_experts_per_tok and the activation are the same in
+// every family. Softmax scores, normalised; all else is the family's to say.
+struct HfExpertKeys {
+  std::string_view num_experts = "num_experts";
+  std::string_view expert_hidden = "moe_intermediate_size";
+};
+ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, const DecoderConfig& decoder);
+// Sigmoid routing within groups, and the shared expert, by the keys of deepseek and glm.
+void read_hf_groups(const Json& config, ExpertsConfig& experts);
 
 // config.json's own text part: config["text_config"] of a vision-language model, else config.
 const Json& hf_text_config(const Json& config);

@@ -3,121 +3,27 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "shoal/base/checked.h"
 #include "shoal/base/text.h"
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/model/experts.h"
+#include "shoal/model/loader.h"
 #include "shoal/ops/embedding/embedding.h"
-#include "shoal/ops/matmul/matmul.h"
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
 
 namespace shoal {
 namespace {
 
-// A weight with its optional bias.
-struct Linear {
-  MatmulWeight weight;
-  Tensor bias;  // [n] f32, or absent
-};
-
 struct Block {
   Tensor attn_norm, q_norm, k_norm, post_attn_norm;  // f32
   Tensor ffn_norm, post_ffn_norm;
-  Linear qkv, o, gate_up, down;
-};
-
-std::string layer_name(const std::string& pattern, int64_t layer_idx) {
-  std::string name = pattern;
-  const size_t at = name.find("{}");
-  SHOAL_ASSERT(at != std::string::npos);
-  return name.replace(at, 2, std::to_string(layer_idx));
-}
-
-// Reads and prepares tensors of one source.
-class Loader {
- public:
-  Loader(const io::WeightSource& source, const DecoderNames& names, const LoadOptions& options,
-         const OpContext& context)
-      : source_(source), names_(names), options_(options), context_(context) {}
-
-  Tensor vector(const std::string& stem, int64_t size, float offset) {
-    const int64_t shape[] = {size};
-    const io::WeightTensor& tensor = source_.get(stem + names_.weight_suffix, shape);
-    num_parameters_ += size;
-    Tensor values(DType::kF32, {size});
-    decode_row(tensor.format, tensor.data, size, values.span<float>().data());
-    for (float& value : values.span<float>()) {
-      value += offset;
-    }
-    return values;
-  }
-
-  QuantMatrix matrix(const std::string& stem, int64_t n, int64_t k) {
-    const int64_t shape[] = {n, k};
-    num_parameters_ += n * k;
-    return io::as_matrix(source_.get(stem + names_.weight_suffix, shape), n, k);
-  }
-
-  struct Part {
-    std::string stem;
-    int64_t n;
-  };
-
-  // Several matrices with the same input as one. The raw bytes leave memory once they were repacked.
-  Linear linear(std::initializer_list<Part> parts, int64_t k, bool bias_required) {
-    std::vector<QuantMatrix> matrices;
-    int64_t n = 0;
-    bool any_bias = bias_required;
-    for (const Part& part : parts) {
-      matrices.push_back(matrix(part.stem, part.n, k));
-      any_bias = any_bias || source_.find(part.stem + names_.bias_suffix) != nullptr;
-      n += part.n;
-    }
-    Linear result;
-    result.weight =
-        prepare_matmul(matrices, options_.exact ? MatmulPrecision::kExact : MatmulPrecision::kDefault, context_);
-    weight_bytes_ += result.weight.num_bytes();
-    if (result.weight.owns_bytes()) {
-      for (const Part& part : parts) {
-        source_.drop(*source_.find(part.stem + names_.weight_suffix));
-      }
-    }
-    if (any_bias) {
-      result.bias = Tensor(DType::kF32, {n});
-      float* values = result.bias.span<float>().data();
-      for (const Part& part : parts) {
-        load_bias(part, bias_required, values);
-        values += part.n;
-      }
-    }
-    return result;
-  }
-
-  int64_t num_parameters() const { return num_parameters_; }
-  int64_t weight_bytes() const { return weight_bytes_; }
-
- private:
-  void load_bias(const Part& part, bool required, float* values) {
-    const std::string name = part.stem + names_.bias_suffix;
-    if (!required && source_.find(name) == nullptr) {
-      std::fill_n(values, part.n, 0.0f);
-      return;
-    }
-    const int64_t shape[] = {part.n};
-    const io::WeightTensor& tensor = source_.get(name, shape);
-    num_parameters_ += part.n;
-    decode_row(tensor.format, tensor.data, part.n, values);
-  }
-
-  const io::WeightSource& source_;
-  const DecoderNames& names_;
-  const LoadOptions& options_;
-  const OpContext& context_;
-  int64_t num_parameters_ = 0;
-  int64_t weight_bytes_ = 0;
+  Tensor sinks;  // [num_heads], or absent
+  Linear qkv, o;
+  Linear gate_up, down;              // a dense feed-forward,
+  std::unique_ptr<Experts> experts;  // or a mixture
 };
 
 // Buffers of a step that live in the workspace.
@@ -140,14 +46,14 @@ class Decoder final : public Model {
     const int64_t rows = std::max(limits.max_tokens, limits.max_logit_rows);
     size_t scratch = matmul_workspace_bytes(output_.weight, limits.max_logit_rows);
     for (const Block& block : blocks_) {
-      for (const Linear* linear : {&block.qkv, &block.o, &block.gate_up, &block.down}) {
+      for (const Linear* linear : {&block.qkv, &block.o}) {
         scratch = std::max(scratch, matmul_workspace_bytes(linear->weight, rows));
       }
+      scratch = std::max(scratch, feed_forward_workspace_bytes(block, rows));
     }
     scratch = std::max(scratch, attention_workspace_bytes(limits));
-    const int64_t widths[] = {
-        config_.hidden, config_.hidden,         qkv_width(),       config_.num_heads * config_.head_dim,
-        config_.hidden, 2 * config_.ffn_hidden, config_.ffn_hidden};
+    const int64_t widths[] = {config_.hidden, config_.hidden,    qkv_width(),  q_width(),
+                              config_.hidden, 2 * dense_hidden_, dense_hidden_};
     size_t total = scratch;
     for (const int64_t width : widths) {
       total += Workspace::bytes_for<float>(static_cast<size_t>(rows * width));
@@ -170,7 +76,7 @@ class Decoder final : public Model {
     }
     if (batch.logit_rows.dim(0) > 0) {
       add_and_norm(output_norm_, buffers, context);
-      project(output_, buffers.h, logits, context);
+      output_(buffers.h, logits, context);
       cap_logits(logits, context);
     }
   }
@@ -178,41 +84,18 @@ class Decoder final : public Model {
  private:
   void load(const DecoderNames& names, const LoadOptions& options, const OpContext& context) {
     const DecoderConfig& c = config_;
-    Loader loader(*source_, names, options, context);
-    const int64_t q_width = c.num_heads * c.head_dim;
-    const int64_t kv_width = c.num_kv_heads * c.head_dim;
-    embedding_ = loader.matrix(names.embedding, c.vocab_size, c.hidden);
+    Loader loader(*source_, options, context);
+    embedding_ = loader.matrix(names.embedding + ".weight", c.vocab_size, c.hidden).matrix;
     for (int64_t i = 0; i < c.num_layers; ++i) {
-      const auto name = [&](const std::string& pattern) { return layer_name(pattern, i); };
-      const auto norm = [&](const std::string& pattern, int64_t size) {
-        return loader.vector(name(pattern), size, c.norm_offset);
-      };
-      Block block;
-      block.attn_norm = norm(names.attn_norm, c.hidden);
-      block.ffn_norm = norm(names.ffn_norm, c.hidden);
-      if (c.qk_norm) {
-        block.q_norm = norm(names.q_norm, c.head_dim);
-        block.k_norm = norm(names.k_norm, c.head_dim);
-      }
-      if (c.post_norms) {
-        block.post_attn_norm = norm(names.post_attn_norm, c.hidden);
-        block.post_ffn_norm = norm(names.post_ffn_norm, c.hidden);
-      }
-      block.qkv = loader.linear({{name(names.q), q_width}, {name(names.k), kv_width}, {name(names.v), kv_width}},
-                                c.hidden, c.qkv_bias);
-      block.o = loader.linear({{name(names.o), c.hidden}}, q_width, false);
-      block.gate_up =
-          loader.linear({{name(names.gate), c.ffn_hidden}, {name(names.up), c.ffn_hidden}}, c.hidden, false);
-      block.down = loader.linear({{name(names.down), c.hidden}}, c.ffn_hidden, false);
-      blocks_.push_back(std::move(block));
+      blocks_.push_back(load_block(loader, names, i));
       if (options.progress) {
         options.progress(static_cast<double>(i + 1) / static_cast<double>(c.num_layers + 1));
       }
     }
-    output_norm_ = loader.vector(names.output_norm, c.hidden, c.norm_offset);
-    const bool tied = source_->find(names.output + names.weight_suffix) == nullptr;
+    output_norm_ = loader.vector(names.output_norm + ".weight", {c.hidden}, c.norm_offset);
+    const bool tied = !loader.has(names.output + ".weight");
     info_.num_parameters = tied ? -c.vocab_size * c.hidden : 0;  // the shared table is counted once
-    output_ = loader.linear({{tied ? names.embedding : names.output, c.vocab_size}}, c.hidden, false);
+    output_ = loader.linear({{tied ? names.embedding : names.output, c.vocab_size}}, c.hidden);
     info_.num_parameters += loader.num_parameters();
     info_.weight_bytes = loader.weight_bytes() + embedding_.num_bytes();
     info_.architecture = c.architecture;
@@ -227,6 +110,40 @@ class Decoder final : public Model {
     }
   }
 
+  Block load_block(Loader& loader, const DecoderNames& names, int64_t layer_idx) {
+    const DecoderConfig& c = config_;
+    const auto name = [&](const std::string& pattern) { return layer_name(pattern, layer_idx); };
+    const auto norm = [&](const std::string& pattern, int64_t size) {
+      return loader.vector(name(pattern) + ".weight", {size}, c.norm_offset);
+    };
+    Block block;
+    block.attn_norm = norm(names.attn_norm, c.hidden);
+    block.ffn_norm = norm(names.ffn_norm, c.hidden);
+    if (c.qk_norm != QkNorm::kNone) {
+      const bool by_head = c.qk_norm == QkNorm::kHead;
+      block.q_norm = norm(names.q_norm, by_head ? c.head_dim : q_width());
+      block.k_norm = norm(names.k_norm, by_head ? c.head_dim : kv_width());
+    }
+    if (c.post_norms) {
+      block.post_attn_norm = norm(names.post_attn_norm, c.hidden);
+      block.post_ffn_norm = norm(names.post_ffn_norm, c.hidden);
+    }
+    if (!names.sinks.empty()) {
+      block.sinks = loader.vector(name(names.sinks), {c.num_heads});
+    }
+    block.qkv = loader.linear({{name(names.q), q_width()}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
+                              c.hidden, c.qkv_bias ? Loader::Bias::kRequired : Loader::Bias::kOptional);
+    block.o = loader.linear({{name(names.o), c.hidden}}, q_width());
+    if (c.layers[static_cast<size_t>(layer_idx)].has_experts) {
+      block.experts = std::make_unique<Experts>(loader, c.experts, names.experts, layer_idx, c.hidden);
+    } else {
+      block.gate_up = loader.linear({{name(names.gate), c.ffn_hidden}, {name(names.up), c.ffn_hidden}}, c.hidden);
+      block.down = loader.linear({{name(names.down), c.hidden}}, c.ffn_hidden);
+      dense_hidden_ = c.ffn_hidden;
+    }
+    return block;
+  }
+
   void make_ropes(const LoadOptions& options) {
     // More positions than the model was trained for are refused later, by name; tables of that length could fill
     // memory.
@@ -237,7 +154,17 @@ class Decoder final : public Model {
     }
   }
 
-  int64_t qkv_width() const { return (config_.num_heads + 2 * config_.num_kv_heads) * config_.head_dim; }
+  int64_t q_width() const { return config_.num_heads * config_.head_dim; }
+  int64_t kv_width() const { return config_.num_kv_heads * config_.head_dim; }
+  int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
+
+  static size_t feed_forward_workspace_bytes(const Block& block, int64_t rows) {
+    if (block.experts) {
+      return block.experts->workspace_bytes(rows);
+    }
+    return std::max(matmul_workspace_bytes(block.gate_up.weight, rows),
+                    matmul_workspace_bytes(block.down.weight, rows));
+  }
 
   // The worst step of every layer: as many sequences as tokens, the longest page table. Shapes only: nothing is read.
   size_t attention_workspace_bytes(const StepLimits& limits) const {
@@ -251,7 +178,7 @@ class Decoder final : public Model {
     batch.slot_mapping = ints({num_tokens});
     StepBuffers buffers;
     buffers.qkv = TensorView(nullptr, DType::kF32, {num_tokens, qkv_width()});
-    buffers.attention = TensorView(nullptr, DType::kF32, {num_tokens, config_.num_heads * config_.head_dim});
+    buffers.attention = TensorView(nullptr, DType::kF32, {num_tokens, q_width()});
     // The quantised cache needs most: its scales are unpacked into scratch memory.
     const TensorView scales(nullptr, DType::kF32, {config_.num_kv_heads * config_.head_dim});
     const TensorView pages(nullptr, DType::kI8, {1, kPage, config_.num_kv_heads, config_.head_dim});
@@ -273,15 +200,11 @@ class Decoder final : public Model {
     buffers.x = take(config_.hidden);
     buffers.h = take(config_.hidden);
     buffers.qkv = take(qkv_width());
-    buffers.attention = take(config_.num_heads * config_.head_dim);
+    buffers.attention = take(q_width());
     buffers.projected = take(config_.hidden);
-    buffers.gate_up = take(2 * config_.ffn_hidden);
-    buffers.activated = take(config_.ffn_hidden);
+    buffers.gate_up = take(2 * dense_hidden_);
+    buffers.activated = take(dense_hidden_);
     return buffers;
-  }
-
-  static void project(const Linear& linear, const TensorView& in, const TensorView& out, const OpContext& context) {
-    matmul({.out = out, .a = in, .bias = linear.bias}, linear.weight, context);
   }
 
   PagedAttentionArgs attention_args(size_t layer_idx, const Batch& batch, const KvLayer& layer,
@@ -302,8 +225,11 @@ class Decoder final : public Model {
       args.sin_cache = ropes_[layer_config.rope_idx].sin;
       args.do_rotary = true;
     }
-    args.q_norm_weight = block.q_norm;
-    args.k_norm_weight = block.k_norm;
+    if (config_.qk_norm == QkNorm::kHead) {
+      args.q_norm_weight = block.q_norm;
+      args.k_norm_weight = block.k_norm;
+    }
+    args.head_sink = block.sinks;
     args.k_scale = layer.k_scale;
     args.v_scale = layer.v_scale;
     args.num_heads = config_.num_heads;
@@ -330,29 +256,43 @@ class Decoder final : public Model {
     } else {
       add_and_norm(block.attn_norm, buffers, context);
     }
-    project(block.qkv, buffers.h, buffers.qkv, context);
+    block.qkv(buffers.h, buffers.qkv, context);
+    if (config_.qk_norm == QkNorm::kWhole) {
+      norm_in_place(columns(buffers.qkv, 0, q_width()), block.q_norm, context);
+      norm_in_place(columns(buffers.qkv, q_width(), kv_width()), block.k_norm, context);
+    }
     paged_attention(attention_args(layer_idx, batch, cache.layer(layer_idx), buffers), context);
   }
 
   // x += [norm] W_o attention; projected = [norm] feed-forward(norm(x))
   void finish_block(const Block& block, const StepBuffers& buffers, const OpContext& context) const {
-    const float eps = config_.norm_eps;
-    const auto post_norm = [&](const Tensor& weight) {
-      if (weight.view()) {
-        rms_norm({.out = buffers.projected, .x = buffers.projected, .weight = weight, .eps = eps}, context);
-      }
-    };
-    project(block.o, buffers.attention, buffers.projected, context);
-    post_norm(block.post_attn_norm);
+    block.o(buffers.attention, buffers.projected, context);
+    norm_in_place(buffers.projected, block.post_attn_norm, context);
     add_and_norm(block.ffn_norm, buffers, context);
-    project(block.gate_up, buffers.h, buffers.gate_up, context);
+    if (block.experts) {
+      block.experts->forward(buffers.h, buffers.projected, context);
+    } else {
+      feed_forward(block, buffers, context);
+    }
+    norm_in_place(buffers.projected, block.post_ffn_norm, context);
+  }
+
+  // projected = W_down (gate(W_gate h) * W_up h)
+  void feed_forward(const Block& block, const StepBuffers& buffers, const OpContext& context) const {
+    block.gate_up(buffers.h, buffers.gate_up, context);
     gated_activation({.out = buffers.activated,
-                      .gate = columns(buffers.gate_up, 0, config_.ffn_hidden),
-                      .value = columns(buffers.gate_up, config_.ffn_hidden, config_.ffn_hidden),
+                      .gate = columns(buffers.gate_up, 0, dense_hidden_),
+                      .value = columns(buffers.gate_up, dense_hidden_, dense_hidden_),
                       .kind = config_.gate},
                      context);
-    project(block.down, buffers.activated, buffers.projected, context);
-    post_norm(block.post_ffn_norm);
+    block.down(buffers.activated, buffers.projected, context);
+  }
+
+  // Without a weight: nothing.
+  void norm_in_place(const TensorView& x, const TensorView& weight, const OpContext& context) const {
+    if (weight) {
+      rms_norm({.out = x, .x = x, .weight = weight, .eps = config_.norm_eps}, context);
+    }
   }
 
   // h = norm(x + projected), x += projected: the sum that a block leaves open is taken by the norm that follows it.
@@ -413,6 +353,7 @@ class Decoder final : public Model {
   Tensor output_norm_;
   Linear output_;
   std::vector<RopeTables> ropes_;
+  int64_t dense_hidden_ = 0;  // of the layers that have a dense feed-forward; 0: none has
 };
 
 }  // namespace
@@ -439,7 +380,11 @@ DecoderNames gguf_decoder_names() {
           .gate = "blk.{}.ffn_gate",
           .up = "blk.{}.ffn_up",
           .down = "blk.{}.ffn_down",
-          .post_ffn_norm = "blk.{}.post_ffw_norm"};
+          .post_ffn_norm = "blk.{}.post_ffw_norm",
+          .experts = {
+              .router = "blk.{}.ffn_gate_inp",
+              .selection_bias = "blk.{}.exp_probs_b.bias",
+              .read = experts_stacked("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps", "blk.{}.ffn_down_exps", ".bias")}};
 }
 
 DecoderNames hf_decoder_names(const std::string& prefix) {
@@ -459,7 +404,15 @@ DecoderNames hf_decoder_names(const std::string& prefix) {
           .gate = layer + "mlp.gate_proj",
           .up = layer + "mlp.up_proj",
           .down = layer + "mlp.down_proj",
-          .post_ffn_norm = {}};
+          .post_ffn_norm = {},
+          .experts = {
+              .router = layer + "mlp.gate",
+              .selection_bias = layer + "mlp.gate.e_score_correction_bias",
+              .shared_gate_proj = layer + "mlp.shared_experts.gate_proj",
+              .shared_up = layer + "mlp.shared_experts.up_proj",
+              .shared_down = layer + "mlp.shared_experts.down_proj",
+              .read = experts_apart(layer + "mlp.experts.[].gate_proj.weight", layer + "mlp.experts.[].up_proj.weight",
+                                    layer + "mlp.experts.[].down_proj.weight")}};
 }
 
 }  // namespace shoal

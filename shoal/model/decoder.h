@@ -1,7 +1,9 @@
-// The dense decoder that llama, qwen and gemma share: pre-norm blocks of attention and gated feed-forward.
+// The decoder that llama, qwen, gemma, gpt-oss and their kin share: pre-norm blocks of attention and a feed-forward, dense
+// or a mixture of experts.
 //
 //   x = scale * embedding[ids]
-//   each layer:  x += [norm] attention(norm(x));  x += [norm] W_down (gate(W_gate h) * W_up h), h = norm(x)
+//   each layer:  x += [norm] attention(norm(x));  x += [norm] feed_forward(norm(x))
+//   feed_forward(h) = W_down (gate(W_gate h) * W_up h), or experts.h
 //   logits = [softcap] W_out norm(x)
 //
 // A family's file turns its config into a DecoderConfig and its tensor names into DecoderNames; nothing here asks for a
@@ -13,8 +15,8 @@
 #include <vector>
 
 #include "shoal/io/weights.h"
+#include "shoal/model/experts.h"
 #include "shoal/model/model.h"
-#include "shoal/ops/activation/activation.h"
 #include "shoal/ops/rope/rope.h"
 
 namespace shoal {
@@ -22,7 +24,11 @@ namespace shoal {
 struct DecoderLayerConfig {
   int64_t window = 0;   // sliding window in tokens, the current one included; 0: global
   size_t rope_idx = 0;  // which of DecoderConfig::ropes
+  bool has_experts = false;
 };
+
+// Norms of q and k before they are rotated: none, of each head, or of all heads of a token together.
+enum class QkNorm : uint8_t { kNone, kHead, kWhole };
 
 struct DecoderConfig {
   std::string architecture;
@@ -41,21 +47,23 @@ struct DecoderConfig {
   float attention_scale = 0.0f;    // 0: 1 / sqrt(head_dim)
   float attention_softcap = 0.0f;  // 0: off
   float logit_softcap = 0.0f;      // 0: off
-  bool qk_norm = false;
+  QkNorm qk_norm = QkNorm::kNone;
   bool qkv_bias = false;    // the checkpoint must have q, k and v biases; otherwise they are used where present
   bool post_norms = false;  // norms after attention and after the feed-forward
   bool rope_interleaved = false;
   Gate gate = Gate::kSilu;
   std::vector<RopeConfig> ropes;  // by DecoderLayerConfig::rope_idx
   std::vector<DecoderLayerConfig> layers;
+  ExpertsConfig experts;  // of the layers that have them
 };
 
-// Tensor names; "{}" stands for the layer's number.
+// Stems of tensor names ("<stem>.weight", "<stem>.bias"); "{}" stands for the layer's number.
 struct DecoderNames {
   std::string embedding, output_norm, output;  // output is optional: absent means tied to the embedding
   std::string attn_norm, q, k, v, o, q_norm, k_norm, post_attn_norm;
   std::string ffn_norm, gate, up, down, post_ffn_norm;
-  std::string weight_suffix = ".weight", bias_suffix = ".bias";
+  std::string sinks{};  // a whole name; empty: the family has none
+  ExpertsNames experts{};
 };
 
 // Checks every tensor against the config (kModelFormat names the first that does not fit) and prepares the weights.

@@ -28,7 +28,7 @@ void set_layers(DecoderConfig& config, int64_t window, int64_t pattern) {
 }
 
 void set_family(DecoderConfig& config) {
-  config.qk_norm = true;
+  config.qk_norm = QkNorm::kHead;
   config.post_norms = true;
   config.gate = Gate::kGeluTanh;
   config.embedding_scale = std::sqrt(static_cast<float>(config.hidden));

@@ -1,4 +1,4 @@
-// llama, and with it Mistral and SmolLM: the plain dense decoder.
+// llama, and with it Mistral and SmolLM: the plain decoder. From GGUF also Mixtral.
 //
 // GGUF stores the rows of q and k of this family reordered, so that neighbouring channels form the rotary pairs;
 // Hugging Face checkpoints pair channel i with i + head_dim / 2.
@@ -17,8 +17,9 @@ constexpr std::array<std::string_view, 2> kHfNames{"llama", "mistral"};
 std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadOptions& options,
                                  const OpContext& context) {
   DecoderConfig config = read_gguf_config(*file);
-  if (file->get_int("llama.expert_count", 0) > 0) {
-    fail(ErrorCode::kUnsupported, "llama with experts (Mixtral) is not supported");
+  config.experts = read_gguf_experts(*file, config);  // Mixtral's files are called "llama"
+  for (DecoderLayerConfig& layer : config.layers) {
+    layer.has_experts = config.experts.num_experts > 0;
   }
   config.rope_interleaved = true;
   return make_decoder(std::move(config), gguf_decoder_names(), std::move(file), options, context);

@@ -11,7 +11,7 @@ namespace {
 constexpr std::array<std::string_view, 2> kNames{"qwen2", "qwen3"};
 
 void set_version(DecoderConfig& config) {
-  config.qk_norm = config.architecture == "qwen3";
+  config.qk_norm = config.architecture == "qwen3" ? QkNorm::kHead : QkNorm::kNone;
   config.qkv_bias = config.architecture == "qwen2";
 }
 

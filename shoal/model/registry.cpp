@@ -9,7 +9,9 @@
 namespace shoal {
 namespace {
 
-std::array<const Architecture*, 3> all_architectures() { return {&kGemma3, &kLlama, &kQwen}; }
+std::array<const Architecture*, 8> all_architectures() {
+  return {&kGemma3, &kGlm4Moe, &kGptOss, &kLlama, &kMixtral, &kOlmoe, &kQwen, &kQwen3Moe};
+}
 
 bool contains(std::span<const std::string_view> names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();

@@ -14,6 +14,7 @@ namespace shoal {
 struct Architecture {
   std::span<const std::string_view> gguf_names;  // general.architecture
   std::span<const std::string_view> hf_names;  // config.json model_type, also of a vision-language model's whole config
+  // nullptr where there are no names of that kind.
   std::unique_ptr<Model> (*from_gguf)(std::unique_ptr<io::GgufFile>, const LoadOptions&, const OpContext&);
   std::unique_ptr<Model> (*from_hf)(std::unique_ptr<io::ModelFolder>, const LoadOptions&, const OpContext&);
 };
@@ -21,5 +22,10 @@ struct Architecture {
 extern const Architecture kLlama;  // also Mistral and SmolLM
 extern const Architecture kQwen;   // qwen2, qwen3
 extern const Architecture kGemma3;
+extern const Architecture kGlm4Moe;
+extern const Architecture kGptOss;
+extern const Architecture kMixtral;  // also MiniMax-M2
+extern const Architecture kOlmoe;
+extern const Architecture kQwen3Moe;
 
 }  // namespace shoal

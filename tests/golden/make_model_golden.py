@@ -3,17 +3,17 @@
 Needs torch and transformers (5.23), which the tests themselves do not. Weights are stored in bf16 and computed in f32, so that
 both engines see the same numbers.
 
-Usage: python tests/golden/make_model_golden.py
+Usage: python tests/golden/make_model_golden.py [FAMILY ...]
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 
 OUT = Path(__file__).parent / "models"
 NUM_TOKENS = 48
@@ -33,6 +33,7 @@ def families():
         "original_max_position_embeddings": 64,
     }
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    partial_rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     yield "llama", transformers.LlamaConfig(**BASE, **ROPE, num_hidden_layers=2, rope_parameters=llama3)
     yield (
@@ -62,46 +63,102 @@ def families():
             final_logit_softcapping=6.0,
         ),
     )
+    two = dict(**BASE, **ROPE, num_hidden_layers=2)
+    three = dict(**BASE, **ROPE, num_hidden_layers=3)
+    yield (
+        "qwen3_moe",
+        transformers.Qwen3MoeConfig(
+            **three,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+    )
+    yield "mixtral", transformers.MixtralConfig(**two, num_local_experts=5, num_experts_per_tok=2)
+    yield (
+        "olmoe",
+        transformers.OlmoeConfig(**two, num_experts=6, num_experts_per_tok=2, norm_topk_prob=False, rms_norm_eps=1e-5),
+    )
+    yield (
+        "gpt_oss",
+        transformers.GptOssConfig(
+            **three,
+            head_dim=32,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            sliding_window=10,
+            attention_bias=True,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={**yarn, "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False},
+        ),
+    )
+    yield (
+        "minimax_m2",
+        transformers.MiniMaxM2Config(
+            **two, head_dim=32, num_local_experts=8, num_experts_per_tok=3, rope_parameters=partial_rope
+        ),
+    )
+    yield (
+        "glm4_moe",
+        transformers.Glm4MoeConfig(
+            **three,
+            head_dim=32,
+            attention_bias=True,
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            rope_parameters=partial_rope,
+        ),
+    )
 
 
 def randomise(model):
     """Random weights large enough that every part of the model changes the logits."""
     generator = torch.Generator().manual_seed(20260101)
-    for name, parameter in model.named_parameters():
+    selection = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *selection]:
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             values = 0.3 * values + (0.0 if "gemma" in model.config.model_type else 1.0)
-        elif parameter.dim() == 1:
+        elif parameter.dim() == 1 or name.endswith("_bias"):
             values = 0.2 * values
         elif "embed" in name:
             values = (0.12 if model.config.tie_word_embeddings else 0.5) * values
         else:
-            values = values / parameter.shape[1] ** 0.5 * 1.2
+            # gpt-oss keeps its experts transposed.
+            inputs = parameter.shape[1 if model.config.model_type == "gpt_oss" else -1]
+            values = values / inputs**0.5 * 1.2
         parameter.data = values.to(torch.bfloat16).to(torch.float32)
 
 
 def main():
-    shutil.rmtree(OUT, ignore_errors=True)
     for name, config in families():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         torch.manual_seed(0)
         config._attn_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
         randomise(model)
         folder = OUT / name
-        folder.mkdir(parents=True)
+        shutil.rmtree(folder, ignore_errors=True)
         tokens = torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
             logits = model(tokens).logits[0].numpy()
             greedy = model.generate(
                 tokens[:, :16], max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None
             )[0, 16:]
-        tied = getattr(config, "tie_word_embeddings", False)
-        state = {
-            k: v.to(torch.bfloat16).contiguous()
-            for k, v in model.state_dict().items()
-            if not (tied and k == "lm_head.weight")
-        }
-        save_file(state, folder / "model.safetensors")
+        # Under the names that published checkpoints have, which save_pretrained restores.
+        model.to(torch.bfloat16).save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
         values = json.loads(config.to_json_string(use_diff=False))
         drop = ("_name_or_path", "transformers_version", "id2label", "label2id", "architectures", "dtype")
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k not in drop}, indent=1))

@@ -1,0 +1,345 @@
+#include "shoal/model/experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <set>
+
+#include "shoal/cpu/thread_pool.h"
+#include "shoal/ops/moe_router/moe_router.h"
+
+namespace shoal {
+namespace {
+
+// Tokens whose experts run together: enough that each expert has rows to share its weights, few enough that the
+// gathered rows stay small.
+constexpr int64_t kTileTokens = 512;
+constexpr float kNormEpsilon = 1e-20f;  // of the sum of sigmoid scores
+
+std::string expert_name(const std::string& pattern, int64_t layer_idx, int64_t expert_idx) {
+  std::string name = layer_name(pattern, layer_idx);
+  const size_t at = name.find("[]");
+  SHOAL_ASSERT(at != std::string::npos);
+  return name.replace(at, 2, std::to_string(expert_idx));
+}
+
+TensorView take(DType dtype, std::initializer_list<int64_t> shape, Workspace& workspace) {
+  const auto count = static_cast<size_t>(TensorView(nullptr, dtype, shape).num_elements());
+  return TensorView(workspace.take<float>(count).data(), dtype, shape);
+}
+
+size_t take_bytes(int64_t rows, int64_t width) {
+  return Workspace::bytes_for<float>(static_cast<size_t>(rows * width));
+}
+
+TensorView columns(const TensorView& matrix, int64_t begin, int64_t width) {
+  TensorView view = matrix;
+  view.data = matrix.as<float>() + begin;
+  view.shape[1] = width;
+  return view;
+}
+
+// Each matrix prepared alone; the file's bytes leave memory where none of them is read any more.
+std::vector<MatmulWeight> prepare_each(Loader& loader, const std::vector<std::vector<LoadedMatrix>*>& joined) {
+  std::vector<MatmulWeight> weights;
+  std::set<const io::WeightTensor*> tensors;
+  for (size_t i = 0; i < joined.front()->size(); ++i) {
+    std::vector<QuantMatrix> parts;
+    for (const std::vector<LoadedMatrix>* matrices : joined) {
+      parts.push_back((*matrices)[i].matrix);
+      tensors.insert((*matrices)[i].tensor);
+    }
+    weights.push_back(loader.prepare(parts));
+  }
+  if (std::all_of(weights.begin(), weights.end(), [](const MatmulWeight& w) { return w.owns_bytes(); })) {
+    for (const io::WeightTensor* tensor : tensors) {
+      if (tensor != nullptr) {
+        loader.drop(*tensor);
+      }
+    }
+  }
+  return weights;
+}
+
+}  // namespace
+
+ReadExperts experts_apart(std::string gate, std::string up, std::string down) {
+  return [=](Loader& loader, int64_t layer_idx, const ExpertsConfig& config, int64_t hidden) {
+    ExpertMatrices matrices;
+    for (int64_t e = 0; e < config.num_experts; ++e) {
+      const auto read = [&](const std::string& pattern, int64_t n, int64_t k) {
+        return loader.matrix(expert_name(pattern, layer_idx, e), n, k);
+      };
+      matrices.gate.push_back(read(gate, config.expert_hidden, hidden));
+      matrices.up.push_back(read(up, config.expert_hidden, hidden));
+      matrices.down.push_back(read(down, hidden, config.expert_hidden));
+    }
+    return matrices;
+  };
+}
+
+ReadExperts experts_stacked(std::string gate, std::string up, std::string down, std::string bias_suffix) {
+  return [=](Loader& loader, int64_t layer_idx, const ExpertsConfig& config, int64_t hidden) {
+    const int64_t count = config.num_experts;
+    const int64_t width = config.expert_hidden;
+    const auto read = [&](const std::string& stem, int64_t n, int64_t k) {
+      return loader.stacked(layer_name(stem, layer_idx) + ".weight", count, n, k);
+    };
+    const auto bias_name = [&](const std::string& stem) { return layer_name(stem, layer_idx) + bias_suffix; };
+    ExpertMatrices matrices;
+    matrices.gate = read(gate, width, hidden);
+    matrices.up = read(up, width, hidden);
+    matrices.down = read(down, hidden, width);
+    if (loader.has(bias_name(gate))) {
+      const Tensor gates = loader.vector(bias_name(gate), {count, width});
+      const Tensor ups = loader.vector(bias_name(up), {count, width});
+      matrices.gate_up_bias = Tensor(DType::kF32, {count, 2 * width});
+      float* joined = matrices.gate_up_bias.span<float>().data();
+      for (int64_t e = 0; e < count; ++e) {
+        std::copy_n(gates.span<float>().data() + e * width, width, joined + 2 * e * width);
+        std::copy_n(ups.span<float>().data() + e * width, width, joined + (2 * e + 1) * width);
+      }
+      matrices.down_bias = loader.vector(bias_name(down), {count, hidden});
+    }
+    return matrices;
+  };
+}
+
+Experts::Experts(Loader& loader, const ExpertsConfig& config, const ExpertsNames& names, int64_t layer_idx,
+                 int64_t hidden)
+    : config_(config), hidden_(hidden) {
+  router_ = loader.exact_linear({layer_name(names.router, layer_idx), config.num_experts}, hidden);
+  if (config.score == RouterScore::kSigmoid) {
+    const std::string bias = layer_name(names.selection_bias, layer_idx);
+    selection_bias_ = Tensor(DType::kF32, {config.num_experts});
+    std::ranges::fill(selection_bias_.span<float>(), 0.0f);
+    if (loader.has(bias)) {
+      selection_bias_ = loader.vector(bias, {config.num_experts});
+    }
+  }
+  load_routed(loader, names, layer_idx);
+  if (config.shared_hidden > 0) {
+    load_shared(loader, names, layer_idx);
+  }
+}
+
+void Experts::load_routed(Loader& loader, const ExpertsNames& names, int64_t layer_idx) {
+  ExpertMatrices matrices = names.read(loader, layer_idx, config_, hidden_);
+  gate_up_ = prepare_each(loader, {&matrices.gate, &matrices.up});
+  down_ = prepare_each(loader, {&matrices.down});
+  gate_up_bias_ = std::move(matrices.gate_up_bias);
+  down_bias_ = std::move(matrices.down_bias);
+  if (!gate_up_.front().owns_bytes() || !down_.front().owns_bytes()) {
+    made_ = std::move(matrices.made);
+  }
+}
+
+void Experts::load_shared(Loader& loader, const ExpertsNames& names, int64_t layer_idx) {
+  const auto name = [&](const std::string& pattern) { return layer_name(pattern, layer_idx); };
+  const int64_t width = config_.shared_hidden;
+  shared_gate_up_ = loader.linear({{name(names.shared_gate_proj), width}, {name(names.shared_up), width}}, hidden_);
+  shared_down_ = loader.linear({{name(names.shared_down), hidden_}}, width);
+  has_shared_gate_ = !names.shared_gate.empty();
+  if (has_shared_gate_) {
+    shared_gate_ = loader.exact_linear({name(names.shared_gate), 1}, hidden_);
+  }
+}
+
+size_t Experts::workspace_bytes(int64_t num_tokens) const {
+  const ExpertsConfig& c = config_;
+  const int64_t tile = std::min(num_tokens, kTileTokens);
+  const int64_t rows = tile * c.top_k;
+  const size_t routing = 2 * take_bytes(num_tokens, c.top_k);
+  size_t routers = take_bytes(num_tokens, c.num_experts) + matmul_workspace_bytes(router_.weight, num_tokens);
+  if (c.score == RouterScore::kSigmoid) {
+    routers += 3 * take_bytes(num_tokens, c.num_experts);
+  }
+  const size_t products =
+      std::max(matmul_workspace_bytes(gate_up_.front(), rows), matmul_workspace_bytes(down_.front(), rows));
+  const size_t routed = take_bytes(1, c.num_experts + 1) + take_bytes(1, c.num_experts) + take_bytes(tile, c.top_k) +
+                        take_bytes(rows, hidden_) + take_bytes(rows, 2 * c.expert_hidden) +
+                        take_bytes(rows, c.expert_hidden) + products;
+  size_t shared = 0;
+  if (c.shared_hidden > 0) {
+    shared = take_bytes(tile, 2 * c.shared_hidden) + take_bytes(tile, c.shared_hidden) + take_bytes(tile, hidden_) +
+             take_bytes(tile, 1) +
+             std::max(matmul_workspace_bytes(shared_gate_up_.weight, tile),
+                      matmul_workspace_bytes(shared_down_.weight, tile));
+    if (has_shared_gate_) {
+      shared += matmul_workspace_bytes(shared_gate_.weight, tile);
+    }
+  }
+  return routing + std::max({routers, routed, shared});
+}
+
+void Experts::forward(const TensorView& h, const TensorView& out, const OpContext& context) const {
+  const Workspace::Scope scope(*context.workspace);
+  const int64_t num_tokens = h.dim(0);
+  const Routing routing = route(h, context);
+  for (int64_t begin = 0; begin < num_tokens; begin += kTileTokens) {
+    const int64_t count = std::min(kTileTokens, num_tokens - begin);
+    const auto tile = [&](const TensorView& view) { return view.rows(begin, begin + count); };
+    run_tile(tile(h), tile(out), {tile(routing.ids), tile(routing.weights)}, context);
+    if (config_.shared_hidden > 0) {
+      add_shared(tile(h), tile(out), context);
+    }
+  }
+}
+
+Experts::Routing Experts::route(const TensorView& h, const OpContext& context) const {
+  Workspace& workspace = *context.workspace;
+  const int64_t num_tokens = h.dim(0);
+  const Routing routing{take(DType::kI32, {num_tokens, config_.top_k}, workspace),
+                        take(DType::kF32, {num_tokens, config_.top_k}, workspace)};
+  const Workspace::Scope scope(workspace);
+  const TensorView logits = take(DType::kF32, {num_tokens, config_.num_experts}, workspace);
+  router_(h, logits, context);
+  if (config_.score == RouterScore::kSigmoid) {
+    route_by_sigmoid(logits, routing, context);
+    return routing;
+  }
+  route_experts({.expert_ids = routing.ids,
+                 .expert_weights = routing.weights,
+                 .router_logits = logits,
+                 .top_k = config_.top_k,
+                 .normalize = config_.normalize},
+                context);
+  if (config_.scale != 1.0f) {
+    for (float& weight : std::span(routing.weights.as<float>(), static_cast<size_t>(num_tokens * config_.top_k))) {
+      weight *= config_.scale;
+    }
+  }
+  return routing;
+}
+
+void Experts::route_by_sigmoid(const TensorView& logits, const Routing& routing, const OpContext& context) const {
+  Workspace& workspace = *context.workspace;
+  const int64_t num_tokens = logits.dim(0);
+  const auto matrix = [&] { return take(DType::kF32, {num_tokens, config_.num_experts}, workspace); };
+  MoEGroupRouterArgs scores{.selection_scores = matrix(),
+                            .router_weights = matrix(),
+                            .logits = logits,
+                            .expert_bias = selection_bias_,
+                            .top_k = config_.top_k,
+                            .full_scores = true};
+  moe_group_router(scores, context);
+  TensorView choice = scores.selection_scores;
+  if (config_.num_groups > 1) {
+    choice = matrix();
+    moe_group_router({.router_probs = choice,
+                      .logits = logits,
+                      .expert_bias = selection_bias_,
+                      .top_k = config_.top_k,
+                      .n_group = config_.num_groups,
+                      .topk_group = config_.top_groups},
+                     context);
+  }
+  route_packed_experts({.expert_ids = routing.ids,
+                        .expert_weights = routing.weights,
+                        .router_probs = choice,
+                        .router_weights = scores.router_weights,
+                        .top_k = config_.top_k,
+                        .normalize = config_.normalize,
+                        .epsilon = kNormEpsilon,
+                        .scale = config_.scale},
+                       context);
+}
+
+Experts::Sorted Experts::sort(const TensorView& ids, Workspace& workspace) const {
+  const auto num_experts = static_cast<size_t>(config_.num_experts);
+  const auto count = static_cast<size_t>(ids.num_elements());
+  const Sorted sorted{workspace.take<int32_t>(num_experts + 1), workspace.take<int32_t>(count)};
+  const std::span<const int32_t> expert_of(ids.as<const int32_t>(), count);
+  std::ranges::fill(sorted.row_begin, 0);
+  for (const int32_t expert : expert_of) {
+    ++sorted.row_begin[static_cast<size_t>(expert) + 1];
+  }
+  for (size_t e = 0; e < num_experts; ++e) {
+    sorted.row_begin[e + 1] += sorted.row_begin[e];
+  }
+  const std::span<int32_t> next = workspace.take<int32_t>(num_experts);
+  std::copy_n(sorted.row_begin.begin(), num_experts, next.begin());
+  for (size_t i = 0; i < count; ++i) {
+    sorted.row_of[i] = next[static_cast<size_t>(expert_of[i])]++;
+  }
+  return sorted;
+}
+
+void Experts::run_tile(const TensorView& h, const TensorView& out, const Routing& routing,
+                       const OpContext& context) const {
+  Workspace& workspace = *context.workspace;
+  const Workspace::Scope scope(workspace);
+  const int64_t top_k = config_.top_k;
+  const int64_t num_rows = h.dim(0) * top_k;
+  const Sorted sorted = sort(routing.ids, workspace);
+  const TensorView rows = take(DType::kF32, {num_rows, hidden_}, workspace);
+  context.pool->parallel_for(h.dim(0), 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin * top_k; i < end * top_k; ++i) {
+      std::memcpy(rows.as<float>() + sorted.row_of[static_cast<size_t>(i)] * hidden_,
+                  h.as<float>() + i / top_k * h.stride(0), static_cast<size_t>(hidden_) * sizeof(float));
+    }
+  });
+  const TensorView gate_up = take(DType::kF32, {num_rows, 2 * config_.expert_hidden}, workspace);
+  const TensorView activated = take(DType::kF32, {num_rows, config_.expert_hidden}, workspace);
+  grouped_matmul({.out = gate_up, .a = rows, .row_begin = sorted.row_begin, .bias = gate_up_bias_}, gate_up_, context);
+  activate(gate_up, activated, context);
+  grouped_matmul({.out = rows, .a = activated, .row_begin = sorted.row_begin, .bias = down_bias_}, down_, context);
+  combine(rows, sorted, routing, out, context);
+}
+
+void Experts::activate(const TensorView& gate_up, const TensorView& out, const OpContext& context) const {
+  const int64_t width = out.dim(1);
+  gated_activation({.out = out,
+                    .gate = columns(gate_up, 0, width),
+                    .value = columns(gate_up, width, width),
+                    .kind = config_.gate,
+                    .alpha = config_.gate_alpha,
+                    .limit = config_.gate_limit},
+                   context);
+}
+
+void Experts::combine(const TensorView& rows, const Sorted& sorted, const Routing& routing, const TensorView& out,
+                      const OpContext& context) const {
+  const int64_t top_k = config_.top_k;
+  context.pool->parallel_for(out.dim(0), 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t) {
+      float* sum = out.as<float>() + t * out.stride(0);
+      std::fill_n(sum, hidden_, 0.0f);
+      for (int64_t j = 0; j < top_k; ++j) {
+        const float weight = routing.weights.as<float>()[t * top_k + j];
+        const float* row = rows.as<float>() + sorted.row_of[static_cast<size_t>(t * top_k + j)] * hidden_;
+        for (int64_t i = 0; i < hidden_; ++i) {
+          sum[i] += weight * row[i];
+        }
+      }
+    }
+  });
+}
+
+void Experts::add_shared(const TensorView& h, const TensorView& out, const OpContext& context) const {
+  Workspace& workspace = *context.workspace;
+  const Workspace::Scope scope(workspace);
+  const int64_t num_tokens = h.dim(0);
+  const TensorView gate_up = take(DType::kF32, {num_tokens, 2 * config_.shared_hidden}, workspace);
+  const TensorView activated = take(DType::kF32, {num_tokens, config_.shared_hidden}, workspace);
+  const TensorView result = take(DType::kF32, {num_tokens, hidden_}, workspace);
+  const TensorView gates = take(DType::kF32, {num_tokens, 1}, workspace);
+  shared_gate_up_(h, gate_up, context);
+  activate(gate_up, activated, context);
+  shared_down_(activated, result, context);
+  if (has_shared_gate_) {
+    shared_gate_(h, gates, context);
+  }
+  context.pool->parallel_for(num_tokens, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float share = has_shared_gate_ ? 1.0f / (1.0f + std::exp(-gates.as<float>()[t])) : 1.0f;
+      float* sum = out.as<float>() + t * out.stride(0);
+      const float* row = result.as<float>() + t * hidden_;
+      for (int64_t i = 0; i < hidden_; ++i) {
+        sum[i] += share * row[i];
+      }
+    }
+  });
+}
+
+}  // namespace shoal
