@@ -94,6 +94,21 @@ Process& process() {
   return *current;
 }
 
+// A call's values from views, which are tuples, and attributes by name.
+Values values_of(const std::string& name, const nb::dict& inputs, const nb::dict& attributes) {
+  Values values;
+  for (const Fields::Field& field : operators().at(name).fields) {
+    Value& value = values.emplace_back();
+    if (!field.layout.has_value()) {
+      const nb::object object = attributes.get(field.key, nb::none());
+      value.attribute = object.is_none() ? nb::object{} : object;
+    } else if (inputs.contains(field.key)) {
+      value.view = to_view(name, field.name, nb::cast<nb::tuple>(inputs[field.key]));
+    }
+  }
+  return values;
+}
+
 struct PythonCall {
   std::unique_ptr<Call> call;
   nb::object keep_alive;
@@ -129,7 +144,7 @@ void run_call(PythonCall& self, const std::string& op, const nb::list& arrays, c
 nb::dict describe(const Operator& op) {
   nb::dict uses;
   for (const Fields::Field& field : op.fields) {
-    uses[to_str(field.name)] = to_str(field.use);
+    uses[to_str(field.name)] = to_str(field.layout.has_value() ? layout_name(*field.layout) : "attribute");
   }
   nb::list outputs;
   nb::list aliases;
@@ -152,26 +167,19 @@ nb::dict describe(const Operator& op) {
 
 }  // namespace
 
-void Fields::input(const char* name, TensorView& view, Layout layout) {
-  fields_.push_back({name, layout_name(layout)});
-  if (inputs_.is_valid() && inputs_.contains(name)) {
-    view = to_view(op_, name, nb::cast<nb::tuple>(inputs_[name]));
-  }
-}
-
-nb::object Fields::find_attribute(const char* name) {
-  fields_.push_back({name, "attribute"});
-  if (!attributes_.is_valid() || !attributes_.contains(name)) {
+Value Fields::next(const char* name, std::optional<Layout> layout) {
+  if (values_.empty()) {
+    fields_.push_back({name, layout});
     return {};
   }
-  const nb::object value = attributes_[name];
-  return value.is_none() ? nb::object{} : value;
+  return values_[num_seen_++];
 }
 
-void Fields::attribute(const char* name, int64_t& value) {
-  const nb::object object = find_attribute(name);
+void Fields::input(const char* name, TensorView& view, Layout layout) { view = next(name, layout).view; }
+
+bool Fields::read(const char* name, const nb::object& object, int64_t& value) {
   if (!object.is_valid()) {
-    return;
+    return false;
   }
   const nb::object integer = nb::steal(PyNumber_Index(object.ptr()));  // also numpy's integers; not floats
   if (!integer.is_valid()) {
@@ -183,20 +191,12 @@ void Fields::attribute(const char* name, int64_t& value) {
     PyErr_Clear();
     fail(ErrorCode::kInvalidArgument, op_, ": ", name, " does not fit into 64 bits");
   }
+  return true;
 }
 
-void Fields::attribute(const char* name, std::optional<int64_t>& value) {
-  int64_t integer = 0;
-  attribute(name, integer);
-  if (attributes_.is_valid() && attributes_.contains(name) && !attributes_[name].is_none()) {
-    value = integer;
-  }
-}
-
-void Fields::attribute(const char* name, float& value) {
-  const nb::object object = find_attribute(name);
+bool Fields::read(const char* name, const nb::object& object, float& value) {
   if (!object.is_valid()) {
-    return;
+    return false;
   }
   const double number = PyNumber_Check(object.ptr()) == 0 ? -1.0 : PyFloat_AsDouble(object.ptr());
   if (PyNumber_Check(object.ptr()) == 0 || PyErr_Occurred() != nullptr) {
@@ -204,12 +204,37 @@ void Fields::attribute(const char* name, float& value) {
     fail(ErrorCode::kInvalidArgument, op_, ": ", name, " is of type ", python_type(object), ", expected a float");
   }
   value = static_cast<float>(number);
+  return true;
 }
+
+bool Fields::read(const char* name, const nb::object& object, std::string_view& value) {
+  if (!object.is_valid()) {
+    return false;
+  }
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_Check(object.ptr()) != 0 ? PyUnicode_AsUTF8AndSize(object.ptr(), &size) : nullptr;
+  if (text == nullptr) {
+    PyErr_Clear();
+    fail(ErrorCode::kInvalidArgument, op_, ": ", name, " is of type ", python_type(object), ", expected a str");
+  }
+  value = texts_.emplace_back(text, static_cast<size_t>(size));
+  return true;
+}
+
+void Fields::attribute(const char* name, int64_t& value) { read(name, next(name, {}).attribute, value); }
+
+void Fields::attribute(const char* name, std::optional<int64_t>& value) {
+  int64_t integer = 0;
+  if (read(name, next(name, {}).attribute, integer)) {
+    value = integer;
+  }
+}
+
+void Fields::attribute(const char* name, float& value) { read(name, next(name, {}).attribute, value); }
 
 void Fields::attribute(const char* name, std::optional<float>& value) {
   float number = 0.0f;
-  attribute(name, number);
-  if (attributes_.is_valid() && attributes_.contains(name) && !attributes_[name].is_none()) {
+  if (read(name, next(name, {}).attribute, number)) {
     value = number;
   }
 }
@@ -221,19 +246,7 @@ void Fields::attribute(const char* name, bool& value) {
   value = integer == 1;
 }
 
-void Fields::attribute(const char* name, std::string_view& value) {
-  const nb::object object = find_attribute(name);
-  if (!object.is_valid()) {
-    return;
-  }
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_Check(object.ptr()) != 0 ? PyUnicode_AsUTF8AndSize(object.ptr(), &size) : nullptr;
-  if (text == nullptr) {
-    PyErr_Clear();
-    fail(ErrorCode::kInvalidArgument, op_, ": ", name, " is of type ", python_type(object), ", expected a str");
-  }
-  value = texts_.emplace_back(text, static_cast<size_t>(size));
-}
+void Fields::attribute(const char* name, std::string_view& value) { read(name, next(name, {}).attribute, value); }
 
 void Fields::attribute(const char* name, DType& value) {
   std::string_view text = to_string(value);
@@ -244,17 +257,18 @@ void Fields::attribute(const char* name, DType& value) {
 }
 
 void Fields::packed_type(const char* name, int64_t& value) {
-  if (attributes_.is_valid() && attributes_.contains(name) && nb::isinstance<nb::str>(attributes_[name])) {
-    std::string_view text;
-    attribute(name, text);
-    try {
-      value = packed_type_from_name(text);
-    } catch (const Error& error) {
-      fail(error.code(), op_, ": ", name, ": ", error.what());
-    }
+  const nb::object object = next(name, {}).attribute;
+  if (!object.is_valid() || !nb::isinstance<nb::str>(object)) {
+    read(name, object, value);
     return;
   }
-  attribute(name, value);
+  std::string_view text;
+  read(name, object, text);
+  try {
+    value = packed_type_from_name(text);
+  } catch (const Error& error) {
+    fail(error.code(), op_, ": ", name, ": ", error.what());
+  }
 }
 
 std::map<std::string, Operator>& operators() {
@@ -288,6 +302,11 @@ void bind_ops(nb::module_& module) {
   add_recurrences();
   add_selections();
   add_sparse_attention();
+  for (auto& [name, op] : operators()) {
+    for (Fields::Field& field : op.fields) {
+      field.key = nb::steal(PyUnicode_InternFromString(field.name.c_str()));
+    }
+  }
   nb::module_ ops = module.def_submodule("ops", "Operators by name; used by shoal.ops.");
   nb::class_<PythonCall>(ops, "Call")
       .def("outputs", &output_list)  // for each output (type, shape), or None where the call has no such output
@@ -299,6 +318,7 @@ void bind_ops(nb::module_& module) {
     }
     return dict;
   });
+  ops.def("call_plain", &call_plain, "op"_a, "arguments"_a);
   // For `explain`.
   ops.def("default_isa", [] { return to_str(cpu::to_string(cpu::default_isa())); });
   ops.def("isas", [] {
@@ -316,7 +336,7 @@ void bind_ops(nb::module_& module) {
   ops.def(
       "prepare",
       [](const std::string& op, const nb::dict& inputs, const nb::dict& attributes, const nb::object& keep_alive) {
-        return PythonCall{operators().at(op).prepare(inputs, attributes), keep_alive};
+        return PythonCall{operators().at(op).prepare(values_of(op, inputs, attributes)), keep_alive};
       },
       "op"_a, "inputs"_a, "attributes"_a, "keep_alive"_a);
 }

@@ -1,5 +1,6 @@
-// How operators reach Python: a call is prepared from arrays and attributes by name, tells what outputs it needs, and
-// runs on memory that the caller gives. The conversion from Python objects to Array is in shoal/ops/_arrays.py.
+// How operators reach Python: a call is prepared from arrays and attributes, tells what outputs it needs, and runs on
+// memory that the caller gives. Native numpy arrays come as they are (call_plain); other objects and layouts, `out=` and
+// what is wrong with an array are for shoal/ops/_call.py and _arrays.py.
 //
 //   template <class Fields> void fields(XArgs& a, Fields& f) { f.input("x", a.x); f.attribute("n", a.n); }
 //
@@ -31,17 +32,25 @@ enum class Layout {
   kHost,        // read on the host: also a Python number or a list of them
 };
 
-// Fills the members of an argument struct from Python values by name; without values it only collects the fields.
+// What a call has for one of its operator's fields, in their order: an input's view, or an attribute's object (invalid
+// where it is absent or None).
+struct Value {
+  TensorView view{};
+  nanobind::object attribute{};
+};
+using Values = std::vector<Value>;
+
+// Fills the members of an argument struct from the values of a call; without values it only collects the fields.
 class Fields {
  public:
   struct Field {
     std::string name;
-    std::string use;  // strided, inner, contiguous, in_place, host; attribute
+    std::optional<Layout> layout;  // none: an attribute
+    nanobind::object key{};        // the name, made once
   };
 
   Fields() = default;
-  Fields(std::string_view op, nanobind::dict inputs, nanobind::dict attributes)
-      : op_(op), inputs_(std::move(inputs)), attributes_(std::move(attributes)) {}
+  Fields(std::string_view op, Values values) : op_(op), values_(std::move(values)) {}
 
   void input(const char* name, TensorView& view, Layout layout = Layout::kStrided);
   void attribute(const char* name, int64_t& value);
@@ -53,15 +62,18 @@ class Fields {
   void attribute(const char* name, DType& value);
   void packed_type(const char* name, int64_t& value);  // ggml's id, or its name
 
-  const std::vector<Field>& fields() const { return fields_; }
+  std::vector<Field> take_fields() { return std::move(fields_); }
   std::deque<std::string> take_texts() { return std::move(texts_); }
 
  private:
-  nanobind::object find_attribute(const char* name);  // invalid where absent or None
+  Value next(const char* name, std::optional<Layout> layout);
+  bool read(const char* name, const nanobind::object& object, int64_t& value);
+  bool read(const char* name, const nanobind::object& object, float& value);
+  bool read(const char* name, const nanobind::object& object, std::string_view& value);
 
   std::string_view op_;
-  nanobind::dict inputs_;
-  nanobind::dict attributes_;
+  Values values_;
+  size_t num_seen_ = 0;
   std::vector<Field> fields_;
   std::deque<std::string> texts_;  // what string_view attributes point to
 };
@@ -86,7 +98,7 @@ struct Operator {
   std::vector<Output> outputs;
   std::vector<Fields::Field> fields;
   bool strided_outputs = false;  // outputs may have any strides
-  std::function<std::unique_ptr<Call>(nanobind::dict inputs, nanobind::dict attributes)> prepare;
+  std::function<std::unique_ptr<Call>(Values values)> prepare;
 };
 
 std::map<std::string, Operator>& operators();
@@ -113,8 +125,8 @@ struct OperatorTraits {
 template <class Args>
 class CallOf final : public Call {
  public:
-  CallOf(const OperatorTraits<Args>& traits, nanobind::dict inputs, nanobind::dict attributes) : traits_(traits) {
-    Fields fields(traits.name, std::move(inputs), std::move(attributes));
+  CallOf(const OperatorTraits<Args>& traits, Values values) : traits_(traits) {
+    Fields fields(traits.name, std::move(values));
     traits.fields(args_, fields);
     texts_ = fields.take_texts();
   }
@@ -142,10 +154,10 @@ void add_operator(const OperatorTraits<Args>& traits) {
   Args args;
   Fields fields;
   traits.fields(args, fields);
-  op.fields = fields.fields();
+  op.fields = fields.take_fields();
   op.strided_outputs = traits.strided_outputs;
-  op.prepare = [&traits](nanobind::dict inputs, nanobind::dict attributes) -> std::unique_ptr<Call> {
-    return std::make_unique<CallOf<Args>>(traits, std::move(inputs), std::move(attributes));
+  op.prepare = [&traits](Values values) -> std::unique_ptr<Call> {
+    return std::make_unique<CallOf<Args>>(traits, std::move(values));
   };
   operators()[traits.name] = std::move(op);
 }
@@ -155,6 +167,9 @@ template <class Args>
 size_t no_workspace(const Args&, int) {
   return 0;
 }
+
+// NotImplemented where the call is not a plain one; else its outputs.
+nanobind::object call_plain(const std::string& name, const nanobind::dict& arguments);
 
 // One for each folder of operators.
 void add_attention();

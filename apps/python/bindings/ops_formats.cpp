@@ -40,8 +40,8 @@ auto named(std::string_view op, Body&& body) {
 
 class Quantize final : public Call {
  public:
-  Quantize(nb::dict inputs, nb::dict attributes) {
-    Fields f("quantize", std::move(inputs), std::move(attributes));
+  explicit Quantize(Values values) {
+    Fields f("quantize", std::move(values));
     fields(f);
     texts_ = f.take_texts();
   }
@@ -74,8 +74,8 @@ class Quantize final : public Call {
 
 class Dequantize final : public Call {
  public:
-  Dequantize(nb::dict inputs, nb::dict attributes) {
-    Fields f("dequantize", std::move(inputs), std::move(attributes));
+  explicit Dequantize(Values values) {
+    Fields f("dequantize", std::move(values));
     fields(f);
     texts_ = f.take_texts();
   }
@@ -111,19 +111,18 @@ Operator quantize_operator() {
   Fields f;
   Quantize call;
   call.fields(f);
-  return {.outputs = {{"codes"}, {"scales"}, {"zeros"}, {"global_scale"}},
-          .fields = f.fields(),
-          .prepare = [](nb::dict i, nb::dict a) -> std::unique_ptr<Call> {
-            return std::make_unique<Quantize>(std::move(i), std::move(a));
-          }};
+  return {
+      .outputs = {{"codes"}, {"scales"}, {"zeros"}, {"global_scale"}},
+      .fields = f.take_fields(),
+      .prepare = [](Values values) -> std::unique_ptr<Call> { return std::make_unique<Quantize>(std::move(values)); }};
 }
 
 Operator dequantize_operator() {
   Fields f;
   Dequantize call;
   call.fields(f);
-  return {.outputs = {{"array"}}, .fields = f.fields(), .prepare = [](nb::dict i, nb::dict a) -> std::unique_ptr<Call> {
-            return std::make_unique<Dequantize>(std::move(i), std::move(a));
+  return {.outputs = {{"array"}}, .fields = f.take_fields(), .prepare = [](Values values) -> std::unique_ptr<Call> {
+            return std::make_unique<Dequantize>(std::move(values));
           }};
 }
 

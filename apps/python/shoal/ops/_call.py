@@ -1,7 +1,8 @@
 """One call of an operator: arguments by name in, outputs in order out.
 
 What an operator has (inputs, attributes, outputs, what it changes in place) is told by `_core.ops.operators()`; the
-functions of this package only carry the signatures and their documentation.
+functions of this package only carry the signatures and their documentation. Plain calls on numpy arrays take a short
+way through `_core.ops.call_plain`; the long one below knows every array, layout and `out=`, and what to say of them.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class _Prepared:
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:
-    return _Prepared(op, arguments).run()
+    outputs = _core.ops.call_plain(op, arguments)
+    return _Prepared(op, arguments).run() if outputs is NotImplemented else outputs
 
 
 def describe_variant(op: str, arguments: dict[str, Any]) -> str:
