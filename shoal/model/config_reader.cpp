@@ -201,17 +201,30 @@ void check_experts(const ExpertsConfig& experts) {
 
 }  // namespace
 
-ExpertsConfig read_gguf_experts(const io::GgufFile& file, const DecoderConfig& decoder) {
+void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool normalize) {
   const auto key = [&](std::string_view name) { return decoder.architecture + "." + std::string(name); };
-  ExpertsConfig experts;
+  ExpertsConfig& experts = decoder.experts;
   experts.num_experts = gguf_int_or(file, key("expert_count"), 0, 0, 65536);
   if (experts.num_experts == 0) {
-    return experts;
+    return;
   }
   experts.top_k = gguf_int(file, key("expert_used_count"), 1, 65536);
   experts.expert_hidden = gguf_int_or(file, key("expert_feed_forward_length"), decoder.ffn_hidden, 1, kMaxWidth);
+  experts.normalize = file.get_bool(key("expert_weights_norm"), normalize);
+  experts.scale =
+      static_cast<float>(positive(file.get_double(key("expert_weights_scale"), 1.0), key("expert_weights_scale")));
+  constexpr int64_t kSoftmax = 1;  // of the gating functions; 3 is softmax over the chosen alone: the same, normalised
+  constexpr int64_t kSoftmaxOfChosen = 3;
+  const int64_t gating = file.get_int(key("expert_gating_func"), kSoftmax);
+  if (gating != kSoftmax && gating != kSoftmaxOfChosen) {
+    fail(ErrorCode::kUnsupported, "metadata \"", key("expert_gating_func"), "\": gating function ", gating,
+         " is not supported (softmax)");
+  }
+  experts.normalize = experts.normalize || gating == kSoftmaxOfChosen;
   check_experts(experts);
-  return experts;
+  for (size_t i = 0; i < decoder.layers.size(); ++i) {
+    decoder.layers[i].has_experts = file.find("blk." + std::to_string(i) + ".ffn_gate_inp.weight") != nullptr;
+  }
 }
 
 ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, const DecoderConfig& decoder) {

@@ -22,8 +22,9 @@ DecoderConfig read_hf_config(const Json& config, std::string_view quant_method =
 // The rotary settings in a `rope_parameters` or `rope_scaling` object; `theta` is used where the object has none.
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim);
 
-// "<architecture>.expert_count" and its kin; softmax scores, normalised. num_experts is 0 where the file has none.
-ExpertsConfig read_gguf_experts(const io::GgufFile& file, const DecoderConfig& decoder);
+// "<architecture>.expert_count" and its kin into decoder.experts, and which layers have a router. Where the file does not
+// say otherwise: softmax scores, `normalize`. num_experts stays 0 where there are none.
+void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool normalize = true);
 
 // Routed experts by the keys that config.json has them under; num_experts_per_tok and the activation are the same in
 // every family. Softmax scores, normalised; all else is the family's to say.

@@ -22,20 +22,17 @@ constexpr std::array<std::string_view, 1> kHfNames{"gpt_oss"};
 constexpr float kAlpha = 1.702f;
 constexpr double kLimit = 7.0;
 
-void set_family(DecoderConfig& config) {
-  config.experts.gate = Gate::kClamped;
-  config.experts.gate_alpha = kAlpha;
-  config.experts.gate_limit = static_cast<float>(kLimit);
-  for (DecoderLayerConfig& layer : config.layers) {
-    layer.has_experts = true;
-  }
+void set_gate(ExpertsConfig& experts, double limit) {
+  experts.gate = Gate::kClamped;
+  experts.gate_alpha = kAlpha;
+  experts.gate_limit = static_cast<float>(limit);
 }
 
 std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadOptions& options,
                                  const OpContext& context) {
   DecoderConfig config = read_gguf_config(*file);
-  config.experts = read_gguf_experts(*file, config);
-  set_family(config);
+  read_gguf_experts(*file, config);
+  set_gate(config.experts, kLimit);
   config.qkv_bias = true;
   config.ropes.front().truncate = false;  // no key says so; every gpt-oss has it
   const int64_t window = file->get_int("gpt-oss.attention.sliding_window");
@@ -177,8 +174,10 @@ std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const Lo
   DecoderConfig config = read_hf_config(json, "mxfp4");
   config.experts =
       read_hf_experts(json, {.num_experts = "num_local_experts", .expert_hidden = "intermediate_size"}, config);
-  set_family(config);
-  config.experts.gate_limit = static_cast<float>(hf_positive_or(json, "swiglu_limit", kLimit));
+  set_gate(config.experts, hf_positive_or(json, "swiglu_limit", kLimit));
+  for (DecoderLayerConfig& layer : config.layers) {
+    layer.has_experts = true;
+  }
   config.qkv_bias = hf_bool_or(json, "attention_bias", true);
   read_hf_windows(json, config);
   const std::string prefix = hf_tensor_prefix(*folder);

@@ -17,10 +17,7 @@ constexpr std::array<std::string_view, 2> kHfNames{"llama", "mistral"};
 std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadOptions& options,
                                  const OpContext& context) {
   DecoderConfig config = read_gguf_config(*file);
-  config.experts = read_gguf_experts(*file, config);  // Mixtral's files are called "llama"
-  for (DecoderLayerConfig& layer : config.layers) {
-    layer.has_experts = config.experts.num_experts > 0;
-  }
+  read_gguf_experts(*file, config);  // Mixtral's files are called "llama"
   config.rope_interleaved = true;
   return make_decoder(std::move(config), gguf_decoder_names(), std::move(file), options, context);
 }

@@ -10,19 +10,11 @@ namespace {
 
 constexpr std::array<std::string_view, 1> kNames{"olmoe"};
 
-void set_family(DecoderConfig& config) {
-  config.qk_norm = QkNorm::kWhole;
-  for (DecoderLayerConfig& layer : config.layers) {
-    layer.has_experts = true;
-  }
-}
-
 std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadOptions& options,
                                  const OpContext& context) {
   DecoderConfig config = read_gguf_config(*file);
-  set_family(config);
-  config.experts = read_gguf_experts(*file, config);
-  config.experts.normalize = false;  // GGUF has no key for it; no published olmoe normalises
+  config.qk_norm = QkNorm::kWhole;
+  read_gguf_experts(*file, config, false);
   return make_decoder(std::move(config), gguf_decoder_names(), std::move(file), options, context);
 }
 
@@ -30,7 +22,10 @@ std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const Lo
                                const OpContext& context) {
   const Json& json = folder->config();
   DecoderConfig config = read_hf_config(json);
-  set_family(config);
+  config.qk_norm = QkNorm::kWhole;
+  for (DecoderLayerConfig& layer : config.layers) {
+    layer.has_experts = true;
+  }
   if (hf_double_or(json, "clip_qkv", 0.0) != 0.0) {
     fail(ErrorCode::kUnsupported, "config.json: clip_qkv is not supported");
   }

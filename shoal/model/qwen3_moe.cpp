@@ -16,10 +16,7 @@ std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadO
                                  const OpContext& context) {
   DecoderConfig config = read_gguf_config(*file);
   config.qk_norm = QkNorm::kHead;
-  config.experts = read_gguf_experts(*file, config);
-  for (DecoderLayerConfig& layer : config.layers) {
-    layer.has_experts = config.experts.num_experts > 0;
-  }
+  read_gguf_experts(*file, config);
   return make_decoder(std::move(config), gguf_decoder_names(), std::move(file), options, context);
 }
 

@@ -31,6 +31,62 @@ GEMMA3_NAMES = {
     "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
 }
+GPT_OSS_NAMES = {
+    **{name: hf for name, hf in NAMES.items() if not name.startswith("blk.{}.ffn_norm")},
+    "blk.{}.attn_output.bias": "model.layers.{}.self_attn.o_proj.bias",
+    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks",
+    "blk.{}.ffn_gate_inp.bias": "model.layers.{}.mlp.router.bias",
+}
+
+
+def gguf_experts(layer: int, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The experts' tensors of a layer as GGUF has them: one a kind, stacked; nothing if the layer is dense."""
+    prefix = f"model.layers.{layer}."
+    routers = [f"{prefix}{name}.weight" for name in ("mlp.gate", "block_sparse_moe.gate", "mlp.router")]
+    router = next((name for name in routers if name in tensors), None)
+    if router is None:
+        return {}
+    out = {f"blk.{layer}.ffn_gate_inp.weight": tensors[router]}
+    fused = tensors.get(prefix + "mlp.experts.gate_up_proj")  # gpt-oss: transposed, gate and up interleaved
+    if fused is not None:
+        bias = tensors[prefix + "mlp.experts.gate_up_proj_bias"]
+        for i, kind in enumerate(("gate", "up")):
+            out[f"blk.{layer}.ffn_{kind}_exps.weight"] = fused[:, :, i::2].swapaxes(1, 2)
+            out[f"blk.{layer}.ffn_{kind}_exps.bias"] = bias[:, i::2]
+        out[f"blk.{layer}.ffn_down_exps.weight"] = tensors[prefix + "mlp.experts.down_proj"].swapaxes(1, 2)
+        out[f"blk.{layer}.ffn_down_exps.bias"] = tensors[prefix + "mlp.experts.down_proj_bias"]
+        return out
+    names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    if "block_sparse_moe" in router:
+        names = {"gate": "w1", "up": "w3", "down": "w2"}
+    for kind, name in names.items():
+        stem = router.replace(".gate.weight", ".experts.")
+        count = len(tensors[router])
+        out[f"blk.{layer}.ffn_{kind}_exps.weight"] = np.stack(
+            [tensors[f"{stem}{e}.{name}.weight"] for e in range(count)]
+        )
+    return out
+
+
+def add_experts(writer: gguf.GGUFWriter, config: dict, tensors: dict[str, np.ndarray], quantise) -> None:
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if count is None:
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    for layer in range(config["num_hidden_layers"]):
+        for name, value in gguf_experts(layer, tensors).items():
+            add(writer, name, np.asarray(value, np.float32), quantise)
+
+
+def add(writer: gguf.GGUFWriter, name: str, value: np.ndarray, quantise) -> None:
+    stored = quantise(name, value) if quantise is not None and name.endswith("weight") and value.ndim >= 2 else None
+    if stored is None:
+        writer.add_tensor(name, np.ascontiguousarray(value))
+    else:
+        writer.add_tensor(name, stored[0], raw_dtype=stored[1])
 
 
 def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -70,7 +126,9 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
-    names = GEMMA3_NAMES if architecture == "gemma3" else NAMES
+    if architecture == "gpt-oss":
+        writer.add_sliding_window(config["sliding_window"])
+    names = {"gemma3": GEMMA3_NAMES, "gpt-oss": GPT_OSS_NAMES}.get(architecture, NAMES)
     for pattern, hf_pattern in names.items():
         layers = range(config["num_hidden_layers"]) if "{}" in pattern else [0]
         for layer in layers:
@@ -82,11 +140,8 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
                 value = value + 1
             if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
                 value = interleave(value, heads if ".attn_q." in name else kv_heads)
-            stored = quantise(name, value) if quantise is not None and value.ndim == 2 else None
-            if stored is None:
-                writer.add_tensor(name, np.ascontiguousarray(value))
-            else:
-                writer.add_tensor(name, stored[0], raw_dtype=stored[1])
+            add(writer, name, value, quantise)
+    add_experts(writer, config, tensors, quantise)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,7 +13,17 @@ import shoal
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "models"
 FAMILIES = sorted(p.name for p in GOLDEN.iterdir())
-ARCHITECTURES = {"llama": "llama", "llama_bias": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "llama_bias": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "gpt_oss": "gpt-oss",
+}
 GREEDY = shoal.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 MARGIN = 1e-3
 
@@ -81,6 +91,55 @@ def test_gguf_matches_transformers(name, tmp_path):
     if name == "llama_bias":
         pytest.skip("GGUF has no names for the biases of o, gate, up and down that this folder has")
     check_logits(llm, golden(name))
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    kinds = {"uint8": "U8", "float32": "F32", "bfloat16": "BF16"}
+    header, at = {}, 0
+    for name, value in tensors.items():
+        header[name] = {
+            "dtype": kinds[value.dtype.name],
+            "shape": list(value.shape),
+            "data_offsets": [at, at + value.nbytes],
+        }
+        at += value.nbytes
+    text = json.dumps(header).encode()
+    data = b"".join(np.ascontiguousarray(value).tobytes() for value in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def gpt_oss_mxfp4(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The experts as random MXFP4 blocks, as published gpt-oss has them, and the same model with their values in f32."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    random = np.random.default_rng(11)
+    packed, plain = {}, {}
+    for name, value in tensors.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = plain[name] = value
+            continue
+        experts, k, n = value.shape
+        blocks = random.integers(0, 256, (experts, n, k // 32, 16), dtype=np.uint8)
+        scales = random.integers(120, 124, (experts, n, k // 32), dtype=np.uint8)
+        codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(experts, n, k // 32, 32)  # even values in low nibbles
+        decoded = values[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None]
+        packed[name + "_blocks"], packed[name + "_scales"] = blocks, scales
+        plain[name] = decoded.reshape(experts, n, k).swapaxes(1, 2).copy()
+    return packed, plain
+
+
+def test_gpt_oss_in_mxfp4_equals_its_dequantised_weights(tmp_path):
+    config = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text())
+    packed, plain = gpt_oss_mxfp4(read_safetensors(GOLDEN / "gpt_oss" / "model.safetensors"))
+    tokens = golden("gpt_oss")["tokens"].tolist()
+    logits = []
+    for name, tensors in (("packed", packed), ("plain", plain)):
+        folder = tmp_path / name
+        folder.mkdir()
+        method = {"quantization_config": {"quant_method": "mxfp4"}} if name == "packed" else {}
+        (folder / "config.json").write_text(json.dumps(config | method))
+        write_safetensors(folder / "model.safetensors", tensors)
+        logits.append(shoal.LLM(str(folder), exact=True).logits([tokens])[0])
+    np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=2e-5 * np.abs(logits[1]).max())
 
 
 def test_int8_activations_stay_close(family):
