@@ -25,7 +25,7 @@ constexpr int64_t kMaxSlots = 8;                       // of a window or a captu
 constexpr int64_t kMaxStateBytes = int64_t{48} << 10;  // of one channel: what a CUDA block keeps in shared memory
 
 constexpr int64_t kChannelGrain = 64;  // whole vectors and cache lines, whatever the instruction set
-constexpr int64_t kWorkGrain = 16384;  // outputs; fewer are not worth waking a thread for
+constexpr int64_t kWorkGrain = 16384;  // outputs and state values; fewer are not worth waking a thread for
 
 void check_range(std::string_view op, std::string_view name, int64_t value, int64_t low, int64_t high) {
   require(value >= low && value <= high, op, ": ", name, " is ", value, ", expected ", low, " to ", high);
@@ -202,7 +202,8 @@ void run(const conv::Problem& problem, std::string_view op, const OpContext& con
   }
   const auto kernel = SHOAL_PICK_ISA(context.isa, conv_channels);
   const int64_t all_tokens = problem.num_tokens * (problem.offsets == nullptr ? problem.num_seqs : 1);
-  const int64_t grain = round_up(std::max<int64_t>(1, kWorkGrain / std::max<int64_t>(1, all_tokens)), kChannelGrain);
+  const int64_t work = std::max<int64_t>(1, all_tokens + problem.num_seqs * problem.state_length);  // of a channel
+  const int64_t grain = round_up(std::max<int64_t>(1, kWorkGrain / work), kChannelGrain);
   // A thread has its channels in every sequence, so that even overlapping ranges meet no other thread.
   context.pool->parallel_for(problem.channels, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t b = 0; b < problem.num_seqs; ++b) {
