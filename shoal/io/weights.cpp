@@ -71,6 +71,9 @@ uint64_t WeightSource::total_bytes() const {
   for (const auto& [name, tensor] : tensors_) {
     sum += tensor.num_bytes;
   }
+  for (const auto& [name, tensor] : raw_) {
+    sum += tensor.num_bytes;
+  }
   return sum;
 }
 

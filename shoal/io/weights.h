@@ -47,6 +47,7 @@ class WeightSource {
   virtual ~WeightSource() = default;
 
   const TensorMap& tensors() const { return tensors_; }
+  const RawMap& raw_tensors() const { return raw_; }
   // nullptr if absent (or of an unsupported type).
   const WeightTensor* find(std::string_view name) const;
   // kModelFormat: tensor "x" is missing / tensor "x" has shape [..], expected [..].
@@ -55,6 +56,7 @@ class WeightSource {
 
   // A tensor of another type. nullptr if absent; kModelFormat if there is one of another type or shape.
   const RawTensor* find_raw(std::string_view name, std::string_view type, std::span<const int64_t> shape) const;
+  bool has_raw(std::string_view name) const { return raw_.contains(name); }
 
   // The bytes were copied elsewhere: their pages may leave memory. They stay readable.
   void drop(const WeightTensor& tensor) const;

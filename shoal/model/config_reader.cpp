@@ -138,26 +138,10 @@ DecoderConfig read_gguf_config(const io::GgufFile& file) {
   return c;
 }
 
-namespace {
-
-void check_quant_method(const Json& config, std::string_view known) {
-  if (!given(config, "quantization_config")) {
-    return;
-  }
-  const Json* method = config.find("quantization_config")->find("quant_method");
-  const std::string name = method != nullptr && method->is_string() ? method->as_string("quant_method") : "unknown";
-  if (known.empty() || name != known) {
-    fail(ErrorCode::kUnsupported, "config.json: quantised checkpoints of method \"", printable(name),
-         "\" are not supported");
-  }
-}
-
-}  // namespace
-
-DecoderConfig read_hf_config(const Json& config, std::string_view quant_method) {
+DecoderConfig read_hf_config(const Json& config) {
   DecoderConfig c;
   c.architecture = hf_string_or(config, "model_type", "");
-  check_quant_method(config, quant_method);
+  c.scheme = io::CheckpointScheme(config);
   c.num_layers = hf_int(config, "num_hidden_layers", 1, kMaxLayers);
   c.hidden = hf_int(config, "hidden_size", 1, kMaxWidth);
   c.ffn_hidden = hf_int(config, "intermediate_size", 1, kMaxWidth);

@@ -16,8 +16,7 @@ DecoderConfig read_gguf_config(const io::GgufFile& file);
 
 // What config.json (of the text part) says about a dense decoder. Ropes has one entry; layers are global.
 // `config` is the object that holds hidden_size and its kin.
-// `quant_method`: the one method of quantised checkpoints that the family reads; kUnsupported names any other.
-DecoderConfig read_hf_config(const Json& config, std::string_view quant_method = {});
+DecoderConfig read_hf_config(const Json& config);
 
 // The rotary settings in a `rope_parameters` or `rope_scaling` object; `theta` is used where the object has none.
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim);

@@ -84,8 +84,8 @@ class Decoder final : public Model {
  private:
   void load(const DecoderNames& names, const LoadOptions& options, const OpContext& context) {
     const DecoderConfig& c = config_;
-    Loader loader(*source_, options, context);
-    embedding_ = loader.matrix(names.embedding + ".weight", c.vocab_size, c.hidden).matrix;
+    Loader loader(*source_, c.scheme, options, context);
+    embedding_ = loader.matrix(names.embedding, c.vocab_size, c.hidden).matrix;
     for (int64_t i = 0; i < c.num_layers; ++i) {
       blocks_.push_back(load_block(loader, names, i));
       if (options.progress) {
@@ -93,7 +93,7 @@ class Decoder final : public Model {
       }
     }
     output_norm_ = loader.vector(names.output_norm + ".weight", {c.hidden}, c.norm_offset);
-    const bool tied = !loader.has(names.output + ".weight");
+    const bool tied = !loader.has_matrix(names.output);
     info_.num_parameters = tied ? -c.vocab_size * c.hidden : 0;  // the shared table is counted once
     output_ = loader.linear({{tied ? names.embedding : names.output, c.vocab_size}}, c.hidden);
     info_.num_parameters += loader.num_parameters();
@@ -405,14 +405,13 @@ DecoderNames hf_decoder_names(const std::string& prefix) {
           .up = layer + "mlp.up_proj",
           .down = layer + "mlp.down_proj",
           .post_ffn_norm = {},
-          .experts = {
-              .router = layer + "mlp.gate",
-              .selection_bias = layer + "mlp.gate.e_score_correction_bias",
-              .shared_gate_proj = layer + "mlp.shared_experts.gate_proj",
-              .shared_up = layer + "mlp.shared_experts.up_proj",
-              .shared_down = layer + "mlp.shared_experts.down_proj",
-              .read = experts_apart(layer + "mlp.experts.[].gate_proj.weight", layer + "mlp.experts.[].up_proj.weight",
-                                    layer + "mlp.experts.[].down_proj.weight")}};
+          .experts = {.router = layer + "mlp.gate",
+                      .selection_bias = layer + "mlp.gate.e_score_correction_bias",
+                      .shared_gate_proj = layer + "mlp.shared_experts.gate_proj",
+                      .shared_up = layer + "mlp.shared_experts.up_proj",
+                      .shared_down = layer + "mlp.shared_experts.down_proj",
+                      .read = experts_apart(layer + "mlp.experts.[].gate_proj", layer + "mlp.experts.[].up_proj",
+                                            layer + "mlp.experts.[].down_proj")}};
 }
 
 }  // namespace shoal

@@ -55,6 +55,7 @@ struct DecoderConfig {
   std::vector<RopeConfig> ropes;  // by DecoderLayerConfig::rope_idx
   std::vector<DecoderLayerConfig> layers;
   ExpertsConfig experts;  // of the layers that have them
+  io::CheckpointScheme scheme;
 };
 
 // Stems of tensor names ("<stem>.weight", "<stem>.bias"); "{}" stands for the layer's number.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <set>
 
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/ops/moe_router/moe_router.h"
@@ -37,28 +36,6 @@ TensorView columns(const TensorView& matrix, int64_t begin, int64_t width) {
   view.data = matrix.as<float>() + begin;
   view.shape[1] = width;
   return view;
-}
-
-// Each matrix prepared alone; the file's bytes leave memory where none of them is read any more.
-std::vector<MatmulWeight> prepare_each(Loader& loader, const std::vector<std::vector<LoadedMatrix>*>& joined) {
-  std::vector<MatmulWeight> weights;
-  std::set<const io::WeightTensor*> tensors;
-  for (size_t i = 0; i < joined.front()->size(); ++i) {
-    std::vector<QuantMatrix> parts;
-    for (const std::vector<LoadedMatrix>* matrices : joined) {
-      parts.push_back((*matrices)[i].matrix);
-      tensors.insert((*matrices)[i].tensor);
-    }
-    weights.push_back(loader.prepare(parts));
-  }
-  if (std::all_of(weights.begin(), weights.end(), [](const MatmulWeight& w) { return w.owns_bytes(); })) {
-    for (const io::WeightTensor* tensor : tensors) {
-      if (tensor != nullptr) {
-        loader.drop(*tensor);
-      }
-    }
-  }
-  return weights;
 }
 
 }  // namespace
@@ -125,13 +102,12 @@ Experts::Experts(Loader& loader, const ExpertsConfig& config, const ExpertsNames
 
 void Experts::load_routed(Loader& loader, const ExpertsNames& names, int64_t layer_idx) {
   ExpertMatrices matrices = names.read(loader, layer_idx, config_, hidden_);
-  gate_up_ = prepare_each(loader, {&matrices.gate, &matrices.up});
-  down_ = prepare_each(loader, {&matrices.down});
+  const std::vector<LoadedMatrix>* gate_up[] = {&matrices.gate, &matrices.up};
+  const std::vector<LoadedMatrix>* down[] = {&matrices.down};
+  gate_up_ = loader.prepare_each(gate_up, owners_);
+  down_ = loader.prepare_each(down, owners_);
   gate_up_bias_ = std::move(matrices.gate_up_bias);
   down_bias_ = std::move(matrices.down_bias);
-  if (!gate_up_.front().owns_bytes() || !down_.front().owns_bytes()) {
-    made_ = std::move(matrices.made);
-  }
 }
 
 void Experts::load_shared(Loader& loader, const ExpertsNames& names, int64_t layer_idx) {

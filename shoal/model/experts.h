@@ -42,7 +42,6 @@ struct ExpertMatrices {
   std::vector<LoadedMatrix> down;      // [hidden, expert_hidden]
   Tensor gate_up_bias;                 // [num_experts, 2 expert_hidden] f32, gates first; or absent
   Tensor down_bias;                    // [num_experts, hidden] f32, or absent
-  std::vector<AlignedBuffer> made;     // bytes of matrices that were made from tensors
 };
 using ReadExperts = std::function<ExpertMatrices(Loader&, int64_t layer_idx, const ExpertsConfig&, int64_t hidden)>;
 
@@ -55,7 +54,7 @@ struct ExpertsNames {
   ReadExperts read{};
 };
 
-// One matrix a tensor, whole names; "[]" stands for the expert's number.
+// One matrix a stem; "[]" stands for the expert's number.
 ReadExperts experts_apart(std::string gate, std::string up, std::string down);
 // One tensor "<stem>.weight" [num_experts, n, k] a kind, with optional biases "<stem><bias_suffix>" [num_experts, n].
 ReadExperts experts_stacked(std::string gate, std::string up, std::string down, std::string bias_suffix);
@@ -100,7 +99,7 @@ class Experts {
   Tensor selection_bias_;  // [num_experts] f32; zeros where kSigmoid has none
   std::vector<MatmulWeight> gate_up_, down_;
   Tensor gate_up_bias_, down_bias_;
-  std::vector<AlignedBuffer> made_;
+  std::vector<std::shared_ptr<const void>> owners_;
   Linear shared_gate_up_, shared_down_, shared_gate_;
   bool has_shared_gate_ = false;
 };

@@ -6,8 +6,10 @@
 // where byte i of a block holds values 2i (low nibble) and 2i + 1; or plain and transposed,
 //   gate_up_proj [experts, hidden, 2 width]
 // Either is rearranged at load: MXFP4 into the blocks that GGUF has for the same numbers.
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 
 #include "shoal/model/config_reader.h"
 #include "shoal/model/decoder.h"
@@ -50,19 +52,18 @@ std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadO
 
 // Bytes that the matrices of one kind, of all experts, are made in.
 struct Made {
-  AlignedBuffer bytes;
+  std::shared_ptr<AlignedBuffer> bytes;
   std::vector<LoadedMatrix> matrices;
 
   Made(Format format, int64_t count, int64_t n, int64_t k)
-      : bytes(static_cast<size_t>(count * n * row_bytes(format, k))) {
+      : bytes(std::make_shared<AlignedBuffer>(static_cast<size_t>(count * n * row_bytes(format, k)))) {
     for (int64_t e = 0; e < count; ++e) {
-      const QuantMatrix matrix{.format = format, .n = n, .k = k, .codes = bytes.data() + e * n * row_bytes(format, k)};
-      matrices.push_back({matrix, nullptr});
+      const std::byte* codes = bytes->data() + e * n * row_bytes(format, k);
+      matrices.push_back({{.format = format, .n = n, .k = k, .codes = codes}, nullptr, bytes});
     }
   }
   std::byte* row(int64_t expert_idx, int64_t n) {
-    const QuantMatrix& matrix = matrices[static_cast<size_t>(expert_idx)].matrix;
-    return bytes.data() + (matrix.row(n) - bytes.data());
+    return bytes->data() + (matrices[static_cast<size_t>(expert_idx)].matrix.row(n) - bytes->data());
   }
 };
 
@@ -101,6 +102,10 @@ class FileExperts {
     }
     if (k_ % 32 != 0) {
       fail(ErrorCode::kModelFormat, "tensor \"", stem_, "_blocks\": rows of ", k_, " values are no whole blocks of 32");
+    }
+    constexpr std::byte kNan{255};
+    if (std::find(scales->data, scales->data + scales->num_bytes, kNan) != scales->data + scales->num_bytes) {
+      fail(ErrorCode::kModelFormat, "tensor \"", stem_, "_scales\" holds a scale that is not finite");
     }
     Made made(Format::kGGUF_MXFP4, count_, n_ / step, k_);
     for (int64_t e = 0; e < count_; ++e) {
@@ -155,13 +160,9 @@ ReadExperts experts_of(const std::string& block) {
     const std::string stem = layer_name(block, layer_idx) + "experts.";
     FileExperts gate_up(loader, stem + "gate_up_proj", count, 2 * width, hidden);
     ExpertMatrices result;
-    const auto keep = [&](Made made, std::vector<LoadedMatrix>& matrices) {
-      matrices = std::move(made.matrices);
-      result.made.push_back(std::move(made.bytes));
-    };
-    keep(gate_up.read(0, 2), result.gate);
-    keep(gate_up.read(1, 2), result.up);
-    keep(FileExperts(loader, stem + "down_proj", count, hidden, width).read(0, 1), result.down);
+    result.gate = gate_up.read(0, 2).matrices;
+    result.up = gate_up.read(1, 2).matrices;
+    result.down = FileExperts(loader, stem + "down_proj", count, hidden, width).read(0, 1).matrices;
     result.gate_up_bias = gates_first(loader.vector(stem + "gate_up_proj_bias", {count, 2 * width}), count, width);
     result.down_bias = loader.vector(stem + "down_proj_bias", {count, hidden});
     return result;
@@ -171,7 +172,7 @@ ReadExperts experts_of(const std::string& block) {
 std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const LoadOptions& options,
                                const OpContext& context) {
   const Json& json = folder->config();
-  DecoderConfig config = read_hf_config(json, "mxfp4");
+  DecoderConfig config = read_hf_config(json);
   config.experts =
       read_hf_experts(json, {.num_experts = "num_local_experts", .expert_hidden = "intermediate_size"}, config);
   set_gate(config.experts, hf_positive_or(json, "swiglu_limit", kLimit));

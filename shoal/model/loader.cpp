@@ -1,6 +1,7 @@
 #include "shoal/model/loader.h"
 
 #include <algorithm>
+#include <set>
 
 #include "shoal/base/text.h"
 
@@ -19,10 +20,14 @@ std::string layer_name(const std::string& pattern, int64_t layer_idx) {
   return name.replace(at, 2, std::to_string(layer_idx));
 }
 
-Loader::Loader(const io::WeightSource& source, const LoadOptions& options, const OpContext& context)
+Loader::Loader(const io::WeightSource& source, const io::CheckpointScheme& scheme, const LoadOptions& options,
+               const OpContext& context)
     : source_(source),
+      scheme_(scheme),
       precision_(options.exact ? MatmulPrecision::kExact : MatmulPrecision::kDefault),
       context_(context) {}
+
+bool Loader::has_matrix(const std::string& stem) const { return has(stem + kWeight) || scheme_.covers(source_, stem); }
 
 Tensor Loader::vector(const std::string& name, std::initializer_list<int64_t> shape, float offset) {
   const io::WeightTensor& tensor = source_.get(name, shape);
@@ -36,10 +41,14 @@ Tensor Loader::vector(const std::string& name, std::initializer_list<int64_t> sh
   return values;
 }
 
-LoadedMatrix Loader::matrix(const std::string& name, int64_t n, int64_t k) {
-  const int64_t shape[] = {n, k};
-  const io::WeightTensor& tensor = source_.get(name, shape);
+LoadedMatrix Loader::matrix(const std::string& stem, int64_t n, int64_t k) {
   num_parameters_ += n * k;
+  if (scheme_.covers(source_, stem)) {
+    io::OwnedMatrix read = scheme_.read(source_, stem, n, k, precision_ == MatmulPrecision::kExact);
+    return {read.matrix, nullptr, std::move(read.owner)};
+  }
+  const int64_t shape[] = {n, k};
+  const io::WeightTensor& tensor = source_.get(stem + kWeight, shape);
   return {io::as_matrix(tensor, n, k), &tensor};
 }
 
@@ -56,12 +65,40 @@ std::vector<LoadedMatrix> Loader::stacked(const std::string& name, int64_t count
   return matrices;
 }
 
-MatmulWeight Loader::prepare(std::span<const QuantMatrix> parts) { return prepare(parts, precision_); }
-
-MatmulWeight Loader::prepare(std::span<const QuantMatrix> parts, MatmulPrecision precision) {
-  MatmulWeight weight = prepare_matmul(parts, precision, context_);
+MatmulWeight Loader::prepare(std::span<const LoadedMatrix* const> parts, MatmulPrecision precision) {
+  std::vector<QuantMatrix> matrices;
+  for (const LoadedMatrix* part : parts) {
+    matrices.push_back(part->matrix);
+  }
+  MatmulWeight weight = prepare_matmul(matrices, precision, context_);
   weight_bytes_ += weight.num_bytes();
   return weight;
+}
+
+std::vector<MatmulWeight> Loader::prepare_each(std::span<const std::vector<LoadedMatrix>* const> joined,
+                                               std::vector<std::shared_ptr<const void>>& owners) {
+  std::vector<MatmulWeight> weights;
+  std::set<const io::WeightTensor*> tensors;  // one may hold many matrices
+  for (size_t i = 0; i < joined.front()->size(); ++i) {
+    std::vector<const LoadedMatrix*> parts;
+    for (const std::vector<LoadedMatrix>* matrices : joined) {
+      parts.push_back(&(*matrices)[i]);
+      tensors.insert(parts.back()->tensor);
+    }
+    weights.push_back(prepare(parts, precision_));
+    for (const LoadedMatrix* part : parts) {
+      if (part->owner && !weights.back().owns_bytes()) {
+        owners.push_back(part->owner);
+      }
+    }
+  }
+  tensors.erase(nullptr);
+  if (std::all_of(weights.begin(), weights.end(), [](const MatmulWeight& w) { return w.owns_bytes(); })) {
+    for (const io::WeightTensor* tensor : tensors) {
+      source_.drop(*tensor);
+    }
+  }
+  return weights;
 }
 
 Linear Loader::linear(std::initializer_list<Part> parts, int64_t k, Bias bias) {
@@ -74,16 +111,20 @@ Linear Loader::exact_linear(const Part& part, int64_t k) {
 
 Linear Loader::linear(std::span<const Part> parts, int64_t k, Bias bias, MatmulPrecision precision) {
   std::vector<LoadedMatrix> loaded;
-  std::vector<QuantMatrix> matrices;
+  std::vector<const LoadedMatrix*> pointers;
   for (const Part& part : parts) {
-    loaded.push_back(matrix(part.stem + kWeight, part.n, k));
-    matrices.push_back(loaded.back().matrix);
+    loaded.push_back(matrix(part.stem, part.n, k));
+  }
+  for (const LoadedMatrix& matrix : loaded) {
+    pointers.push_back(&matrix);
   }
   Linear result;
-  result.weight = prepare(matrices, precision);
-  if (result.weight.owns_bytes()) {
-    for (const LoadedMatrix& matrix : loaded) {
-      drop(*matrix.tensor);
+  result.weight = prepare(pointers, precision);
+  for (const LoadedMatrix& matrix : loaded) {
+    if (!result.weight.owns_bytes()) {
+      result.owners.push_back(matrix.owner);
+    } else if (matrix.tensor != nullptr) {
+      source_.drop(*matrix.tensor);
     }
   }
   result.bias = join_biases(parts, bias);

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <initializer_list>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "shoal/io/checkpoint.h"
 #include "shoal/io/weights.h"
 #include "shoal/model/model.h"
 #include "shoal/ops/matmul/matmul.h"
@@ -15,7 +17,8 @@ namespace shoal {
 // A weight with its optional bias.
 struct Linear {
   MatmulWeight weight;
-  Tensor bias;  // [n] f32, or absent
+  Tensor bias;                                      // [n] f32, or absent
+  std::vector<std::shared_ptr<const void>> owners;  // of bytes that the weight refers to, where the file is not
 
   void operator()(const TensorView& in, const TensorView& out, const OpContext& context) const {
     matmul({.out = out, .a = in, .bias = bias}, weight, context);
@@ -25,7 +28,8 @@ struct Linear {
 // A matrix of the file, or one that was made from its tensors.
 struct LoadedMatrix {
   QuantMatrix matrix;
-  const io::WeightTensor* tensor = nullptr;  // whose bytes it reads; none if `matrix` was made
+  const io::WeightTensor* tensor = nullptr;  // whose bytes it reads; none if it was read otherwise
+  std::shared_ptr<const void> owner{};       // of bytes that are not the file's
 };
 
 // `pattern` with the layer's number in the place of "{}".
@@ -35,15 +39,18 @@ std::string layer_name(const std::string& pattern, int64_t layer_idx);
 // kModelFormat names the first that is missing or does not fit.
 class Loader {
  public:
-  Loader(const io::WeightSource& source, const LoadOptions& options, const OpContext& context);
+  Loader(const io::WeightSource& source, const io::CheckpointScheme& scheme, const LoadOptions& options,
+         const OpContext& context);
 
   bool has(std::string_view name) const { return source_.find(name) != nullptr; }
+  bool has_matrix(const std::string& stem) const;
 
   // Any number of values as f32, `offset` added to each.
   Tensor vector(const std::string& name, std::initializer_list<int64_t> shape, float offset = 0.0f);
 
-  LoadedMatrix matrix(const std::string& name, int64_t n, int64_t k);
-  // Matrix `idx` of `count` that one tensor holds, [count, n, k].
+  // "<stem>.weight", or what the checkpoint's scheme has in its place.
+  LoadedMatrix matrix(const std::string& stem, int64_t n, int64_t k);
+  // Those that one tensor holds, [count, n, k].
   std::vector<LoadedMatrix> stacked(const std::string& name, int64_t count, int64_t n, int64_t k);
 
   struct Part {
@@ -57,9 +64,10 @@ class Loader {
   // The same in exact precision, whatever was asked for: a router's.
   Linear exact_linear(const Part& part, int64_t k);
 
-  // Joined matrices with the same input, prepared; tensors that were repacked may be dropped afterwards.
-  MatmulWeight prepare(std::span<const QuantMatrix> parts);
-  void drop(const io::WeightTensor& tensor) { source_.drop(tensor); }
+  // For each i, the i-th of every list joined and prepared. `owners` receives what must stay alive; bytes of the file
+  // that were repacked leave memory.
+  std::vector<MatmulWeight> prepare_each(std::span<const std::vector<LoadedMatrix>* const> joined,
+                                         std::vector<std::shared_ptr<const void>>& owners);
 
   const io::WeightSource& source() const { return source_; }
   int64_t num_parameters() const { return num_parameters_; }
@@ -68,10 +76,11 @@ class Loader {
 
  private:
   Linear linear(std::span<const Part> parts, int64_t k, Bias bias, MatmulPrecision precision);
-  MatmulWeight prepare(std::span<const QuantMatrix> parts, MatmulPrecision precision);
+  MatmulWeight prepare(std::span<const LoadedMatrix* const> parts, MatmulPrecision precision);
   Tensor join_biases(std::span<const Part> parts, Bias bias);
 
   const io::WeightSource& source_;
+  const io::CheckpointScheme& scheme_;
   MatmulPrecision precision_;
   const OpContext& context_;
   int64_t num_parameters_ = 0;

@@ -19,8 +19,7 @@ DecoderNames names_of(const io::ModelFolder& folder) {
   DecoderNames names = hf_decoder_names(prefix);
   names.experts.router = block + "gate";
   names.experts.selection_bias = block + "e_score_correction_bias";
-  names.experts.read =
-      experts_apart(block + "experts.[].w1.weight", block + "experts.[].w3.weight", block + "experts.[].w2.weight");
+  names.experts.read = experts_apart(block + "experts.[].w1", block + "experts.[].w3", block + "experts.[].w2");
   return names;
 }
 

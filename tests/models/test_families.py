@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import gguf
-import gguf_writer
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_models
 
 import shoal
 
@@ -26,18 +26,6 @@ ARCHITECTURES = {
 }
 GREEDY = shoal.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 MARGIN = 1e-3
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    out = {}
-    for name, entry in json.loads(raw[8 : 8 + size]).items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            values = np.frombuffer(raw[8 + size + begin : 8 + size + end], ml_dtypes.bfloat16)
-            out[name] = values.reshape(entry["shape"]).astype(np.float32)
-    return out
 
 
 @pytest.fixture(params=FAMILIES)
@@ -73,9 +61,9 @@ def test_gguf_matches_transformers(name, tmp_path):
     config = json.loads((GOLDEN / name / "config.json").read_text())
     if name == "gemma3":
         config["query_pre_attn_scalar"] = config["head_dim"]
-    tensors = read_safetensors(GOLDEN / name / "model.safetensors")
+    tensors = tiny_models.read_safetensors(GOLDEN / name / "model.safetensors")
     path = tmp_path / "tiny.gguf"
-    gguf_writer.write(path, config, tensors, ARCHITECTURES[name])
+    tiny_models.write(path, config, tensors, ARCHITECTURES[name])
     llm = shoal.LLM(str(path), exact=True)
     if name == "gemma3":
         # GGUF has no key for query_pre_attn_scalar: the folder with the common value is the reference here, itself held to
@@ -91,21 +79,6 @@ def test_gguf_matches_transformers(name, tmp_path):
     if name == "llama_bias":
         pytest.skip("GGUF has no names for the biases of o, gate, up and down that this folder has")
     check_logits(llm, golden(name))
-
-
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    kinds = {"uint8": "U8", "float32": "F32", "bfloat16": "BF16"}
-    header, at = {}, 0
-    for name, value in tensors.items():
-        header[name] = {
-            "dtype": kinds[value.dtype.name],
-            "shape": list(value.shape),
-            "data_offsets": [at, at + value.nbytes],
-        }
-        at += value.nbytes
-    text = json.dumps(header).encode()
-    data = b"".join(np.ascontiguousarray(value).tobytes() for value in tensors.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def gpt_oss_mxfp4(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -129,15 +102,12 @@ def gpt_oss_mxfp4(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray]
 
 def test_gpt_oss_in_mxfp4_equals_its_dequantised_weights(tmp_path):
     config = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text())
-    packed, plain = gpt_oss_mxfp4(read_safetensors(GOLDEN / "gpt_oss" / "model.safetensors"))
+    packed, plain = gpt_oss_mxfp4(tiny_models.read_safetensors(GOLDEN / "gpt_oss" / "model.safetensors"))
     tokens = golden("gpt_oss")["tokens"].tolist()
     logits = []
     for name, tensors in (("packed", packed), ("plain", plain)):
-        folder = tmp_path / name
-        folder.mkdir()
         method = {"quantization_config": {"quant_method": "mxfp4"}} if name == "packed" else {}
-        (folder / "config.json").write_text(json.dumps(config | method))
-        write_safetensors(folder / "model.safetensors", tensors)
+        folder = tiny_models.write_folder(tmp_path / name, config | method, tensors)
         logits.append(shoal.LLM(str(folder), exact=True).logits([tokens])[0])
     np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=2e-5 * np.abs(logits[1]).max())
 
@@ -182,7 +152,7 @@ def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, int], seed:
 @pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.name.lower())
 def test_every_gguf_type_equals_its_dequantised_weights(kind, tmp_path):
     """Loads each block type; exact logits equal those of the same model with the weights that `gguf` decodes."""
-    config, tensors = gguf_writer.random_llama(seed=3)
+    config, tensors = tiny_models.random_llama(seed=3)
     blocks, decoded = {}, dict(tensors)
 
     def quantise(name, value):
@@ -192,7 +162,7 @@ def test_every_gguf_type_equals_its_dequantised_weights(kind, tmp_path):
         return blocks[name], kind
 
     path = tmp_path / "quantised.gguf"
-    gguf_writer.write(path, config, tensors, "llama", quantise)
+    tiny_models.write(path, config, tensors, "llama", quantise)
 
     def dequantise(name, value):
         if name not in blocks:
@@ -205,7 +175,7 @@ def test_every_gguf_type_equals_its_dequantised_weights(kind, tmp_path):
         return values.reshape(value.shape).astype(np.float32), gguf.GGMLQuantizationType.F32
 
     reference = tmp_path / "dequantised.gguf"
-    gguf_writer.write(reference, config, decoded, "llama", dequantise)
+    tiny_models.write(reference, config, decoded, "llama", dequantise)
     tokens = [(i * 37) % 320 for i in range(20)]
     expected = shoal.LLM(str(reference), exact=True).logits([tokens])[0]
     logits = shoal.LLM(str(path), exact=True).logits([tokens])[0]
@@ -233,9 +203,9 @@ def test_greedy_tokens_do_not_depend_on_company(family):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_long_prompt_in_one_step_equals_chunks(threads, tmp_path):
     """Over 1024 keys attention may split a row's keys over threads: the step's scratch memory must cover it, the bits stay."""
-    config, tensors = gguf_writer.random_llama(seed=4, layers=1, positions=4096)
+    config, tensors = tiny_models.random_llama(seed=4, layers=1, positions=4096)
     path = tmp_path / "long.gguf"
-    gguf_writer.write(path, config, tensors, "llama")
+    tiny_models.write(path, config, tensors, "llama")
     prompt = [(i * 131) % 320 for i in range(3000)]
     params = shoal.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     whole = shoal.LLM(str(path), threads=threads, max_batch_tokens=len(prompt), max_context=4096)

@@ -313,10 +313,10 @@ def test_what_cannot_run_is_said(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     config = json.loads((tiny / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
     assert json.loads(shoal_here("inspect", str(tmp_path), "--json").stdout)["supported"] is False
     assert "not supported" in shoal_here("inspect", str(tmp_path)).stdout
-    check_failure(shoal_here("run", str(tmp_path), "-p", "hi"), 1, "gptq")
+    check_failure(shoal_here("run", str(tmp_path), "-p", "hi"), 1, "hqq")
 
 
 def test_bench(smollm2_path: Path) -> None:

@@ -6,6 +6,7 @@
 #include <variant>
 
 #include "apps/python/bindings/bindings.h"
+#include "shoal/io/checkpoint.h"
 #include "shoal/io/gguf.h"
 #include "shoal/io/safetensors.h"
 
@@ -43,19 +44,27 @@ nb::dict metadata_dict(const io::GgufFile& file) {
   return dict;
 }
 
+nb::dict tensor_dict(std::string_view name, std::string_view format, const std::vector<int64_t>& extents,
+                     uint64_t num_bytes) {
+  nb::list shape;
+  for (const int64_t extent : extents) {
+    shape.append(extent);
+  }
+  nb::dict dict;
+  dict["name"] = to_str(name);
+  dict["format"] = to_str(format);
+  dict["shape"] = shape;
+  dict["bytes"] = num_bytes;
+  return dict;
+}
+
 nb::list tensor_list(const io::WeightSource& source) {
   nb::list list;
   for (const auto& [name, tensor] : source.tensors()) {
-    nb::list shape;
-    for (const int64_t extent : tensor.shape) {
-      shape.append(extent);
-    }
-    nb::dict dict;
-    dict["name"] = to_str(name);
-    dict["format"] = to_str(info(tensor.format).name);
-    dict["shape"] = shape;
-    dict["bytes"] = tensor.num_bytes;
-    list.append(dict);
+    list.append(tensor_dict(name, info(tensor.format).name, tensor.shape, tensor.num_bytes));
+  }
+  for (const auto& [name, tensor] : source.raw_tensors()) {
+    list.append(tensor_dict(name, tensor.type, tensor.shape, tensor.num_bytes));
   }
   return list;
 }
@@ -77,7 +86,9 @@ void bind_io(nb::module_& module) {
   nb::class_<io::ModelFolder>(module, "ModelFolder")
       .def("__init__", &open_source<io::ModelFolder>, "path"_a)
       .def("tensors", [](const io::ModelFolder& self) { return tensor_list(self); })
-      .def("total_bytes", &io::ModelFolder::total_bytes);
+      .def("total_bytes", &io::ModelFolder::total_bytes)
+      // Bits of a quantised layer's codes, 0 where nothing is quantised; Unsupported names a scheme that is not read.
+      .def("code_bits", [](const io::ModelFolder& self) { return io::CheckpointScheme(self.config()).code_bits(); });
 }
 
 }  // namespace shoal::python

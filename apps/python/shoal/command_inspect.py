@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import _core, console, models
-from shoal.errors import ModelFormatError, printable
+from shoal.errors import ModelFormatError, Unsupported, printable
 
 
 def inspect(model: str, as_json: bool) -> int:
@@ -29,25 +29,43 @@ def describe(path: Path) -> dict[str, Any]:
         metadata = json.loads((path / "config.json").read_text("utf-8"))
         text = metadata.get("text_config") if isinstance(metadata.get("text_config"), dict) else {}
         architecture = metadata.get("model_type") or text.get("model_type")
-        quantised = metadata.get("quantization_config") is not None  # the engine refuses these folders by name
+        code_bits = _code_bits(source)
     else:
         source = _core.GgufFile(os.fspath(path))
         metadata = source.metadata()
         architecture = metadata.get("general.architecture")
-        quantised = False
+        code_bits = 0
     if not isinstance(architecture, str):
         raise ModelFormatError(f"{path.name} does not say what architecture it is")
     tensors = source.tensors()
     return {
         "path": os.fspath(path),
         "architecture": architecture,
-        "supported": architecture in _core.registered_architectures() and not quantised,
-        "parameters": sum(math.prod(t["shape"]) for t in tensors),
+        "supported": architecture in _core.registered_architectures() and code_bits is not None,
+        "parameters": sum(_num_parameters(t, code_bits) for t in tensors),
         "bytes": source.total_bytes(),
         "formats": dict(Counter(t["format"] for t in tensors).most_common()),
         "metadata": {key: _shortened(value) for key, value in metadata.items()},
         "tensors": tensors,
     }
+
+
+def _code_bits(folder: Any) -> int | None:
+    """Bits of a quantised layer's codes, 0 for plain weights, None for a scheme that is not read."""
+    try:
+        return folder.code_bits()
+    except Unsupported:
+        return None
+
+
+def _num_parameters(tensor: dict[str, Any], code_bits: int | None) -> int:
+    """Weights in a tensor: packed codes count one each, scales and indices none."""
+    name = tensor["name"]
+    if code_bits and name.endswith(("scales", "_scale", "_scale_inv", "_scale_2")):
+        return 0
+    if tensor["format"].islower():
+        return math.prod(tensor["shape"])
+    return tensor["bytes"] * 8 // code_bits if code_bits and name.endswith(("weight", "_packed", "_blocks")) else 0
 
 
 def _shortened(value: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Writes tiny GGUF models with the `gguf` package: from the golden folders, or random ones in a given number format."""
+"""Writes tiny models: GGUF with the `gguf` package, and Hugging Face folders; from the golden folders, or random ones."""
 
+import json
 from pathlib import Path
 
 import gguf
+import ml_dtypes
 import numpy as np
 
 # GGUF's name <- Hugging Face's, for the families that are read. "{}" is the layer.
@@ -203,3 +205,46 @@ def random_llama(
         ):
             tensors[f"{prefix}{name}.weight"] = matrix(n, k)
     return config, tensors
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    out = {}
+    for name, entry in json.loads(raw[8 : 8 + size]).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            values = np.frombuffer(raw[8 + size + begin : 8 + size + end], ml_dtypes.bfloat16)
+            out[name] = values.reshape(entry["shape"]).astype(np.float32)
+    return out
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    kinds = {
+        "uint8": "U8",
+        "int8": "I8",
+        "int32": "I32",
+        "int64": "I64",
+        "float32": "F32",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float8_e4m3fn": "F8_E4M3",
+    }
+    header, at = {}, 0
+    for name, value in tensors.items():
+        header[name] = {
+            "dtype": kinds[value.dtype.name],
+            "shape": list(value.shape),
+            "data_offsets": [at, at + value.nbytes],
+        }
+        at += value.nbytes
+    text = json.dumps(header).encode()
+    data = b"".join(np.ascontiguousarray(value).tobytes() for value in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
