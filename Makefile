@@ -32,7 +32,7 @@ bench:
 
 format:
 	@scripts/setup
-	@.venv/bin/python scripts/operators.py && .venv/bin/python bench/report.py
+	@.venv/bin/python scripts/reference.py && .venv/bin/python bench/report.py
 	@.venv/bin/clang-format -i $(CPP)
 	@.venv/bin/ruff format -q . && .venv/bin/ruff check -q --fix .
 
@@ -40,7 +40,7 @@ lint:
 	@scripts/setup
 	@.venv/bin/clang-format --dry-run -Werror $(CPP)
 	@.venv/bin/ruff format -q --check . && .venv/bin/ruff check -q .
-	@.venv/bin/python scripts/operators.py --check && .venv/bin/python bench/report.py --check
+	@.venv/bin/python scripts/reference.py --check && .venv/bin/python bench/report.py --check
 	@scripts/tidy $(CHANGED)
 
 # Pins every direct and indirect Python package, with hashes, for all Pythons that are supported.
