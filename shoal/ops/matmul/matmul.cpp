@@ -21,18 +21,18 @@ constexpr std::string_view kVariants = "i8, f32, ref";
 
 bool is_plain(Format format) { return format == Format::kF32 || format == Format::kF16 || format == Format::kBF16; }
 
-MatmulKernel select_kernel(Format format, MatmulPrecision precision, std::string_view variant) {
+MatmulKernel select_kernel(const QuantMatrix& raw, MatmulPrecision precision, std::string_view variant) {
   if (variant == "ref") {
     return MatmulKernel::kReference;
   }
-  if (precision == MatmulPrecision::kDefault && variant != "f32" && integer_layout(format)) {
+  if (precision == MatmulPrecision::kDefault && variant != "f32" && has_integer_kernel(raw)) {
     return MatmulKernel::kInteger;
   }
   if (variant == "i8") {
-    fail(ErrorCode::kUnsupported, "matmul: variant \"i8\" has no kernel for ", info(format).name,
+    fail(ErrorCode::kUnsupported, "matmul: variant \"i8\" has no kernel for ", info(raw.format).name,
          precision == MatmulPrecision::kExact ? " in exact precision" : "");
   }
-  return is_plain(format) ? MatmulKernel::kPlain : MatmulKernel::kDecode;
+  return is_plain(raw.format) ? MatmulKernel::kPlain : MatmulKernel::kDecode;
 }
 
 std::string_view variant_of(MatmulKernel kernel) {
@@ -105,7 +105,7 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
     require(raw.codes != nullptr || raw.n * raw.k == 0, "matmul: a weight has no data");
     MatmulPart part;
     part.raw = raw;
-    part.kernel = select_kernel(raw.format, precision, variant);
+    part.kernel = select_kernel(raw, precision, variant);
     part.n = raw.n;
     part.out_begin = impl.n;
     part.group_begin = impl.num_groups;

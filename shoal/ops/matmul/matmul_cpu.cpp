@@ -188,6 +188,7 @@ void matmul_integer_groups(const MatmulPart& part, const MatmulRows& rows, const
     SHOAL_CASE(kQ6_K)
     SHOAL_CASE(kIQ4_NL)
     SHOAL_CASE(kIQ4_XS)
+    SHOAL_CASE(kGGUF_MXFP4)
 #undef SHOAL_CASE
     default: return;  // integer_layout() has no other format
   }

@@ -22,7 +22,7 @@ struct Codec {
   static constexpr bool kSuper = kLayout.blocks_per_scale() > 1;
   static constexpr bool kHasMin = kLayout.scales == ScaleKind::kScaleMin || kLayout.scales == ScaleKind::kSuperMin;
   static constexpr bool kHalves = kLayout.scales == ScaleKind::kSuperHalf;
-  static constexpr bool kSigned = kLayout.low_bits == 8 || kLayout.table;
+  static constexpr bool kSigned = kLayout.low_bits == 8 || kLayout.table != nullptr;
 
 #if defined(SHOAL_ISA_AVX512)
   // vpdpbusd wants unsigned codes: signed ones are stored or looked up with 128 added.
@@ -68,8 +68,8 @@ struct Codec {
       } else if constexpr (kLayout.high_bits == 2) {
         const I high = load_int(codes + (4 + J / 4) * kVector);
         code = bit_or(code, bit_and(shift_16<4 - 2 * (J % 4)>(high), broadcast_i8(0x30)));
-      } else if constexpr (kLayout.table) {
-        code = shuffle_bytes(broadcast_16_bytes(kIq4Table), code);
+      } else if constexpr (kLayout.table != nullptr) {
+        code = shuffle_bytes(broadcast_16_bytes(kLayout.table), code);
         code = kOffset == 128 ? bit_xor(code, broadcast_i8(0x80)) : code;
       }
       return code;

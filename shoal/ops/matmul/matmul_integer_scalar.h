@@ -18,8 +18,8 @@ SHOAL_INLINE int32_t code_at(const std::byte* codes, int lane, int i) {
     return static_cast<int8_t>(at[step * kVector]);
   } else {
     int32_t code = static_cast<int32_t>(at[step % 4 * kVector]) >> (step < 4 ? 0 : 4) & 15;
-    if constexpr (kLayout.table) {
-      return kIq4Table[code];
+    if constexpr (kLayout.table != nullptr) {
+      return kLayout.table[code];
     }
     if constexpr (kLayout.high_bits == 1) {
       code |= (static_cast<int32_t>(at[4 * kVector]) >> step & 1) << 4;

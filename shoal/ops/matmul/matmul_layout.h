@@ -41,11 +41,15 @@ enum class MatmulKernel : uint8_t {
 //                                                                    weight = d scale (code - offset)
 enum class ScaleKind : uint8_t { kScale, kScaleMin, kSuperMin, kSuperHalf };
 
+alignas(16) inline constexpr int8_t kIq4Table[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                     1,    13,   25,  38,  53,  69,  89,  113};
+alignas(16) inline constexpr int8_t kE2m1Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 struct IntegerLayout {
-  int low_bits;   // 4: kNibble, 8: kByte
-  int high_bits;  // 0, 1 or 2
-  int offset;     // subtracted from an unsigned code; a power of two or 0
-  bool table;     // codes are indices of the iq4 table of signed bytes
+  int low_bits;         // 4: kNibble, 8: kByte
+  int high_bits;        // 0, 1 or 2
+  int offset;           // subtracted from an unsigned code; a power of two or 0
+  const int8_t* table;  // codes are indices of 16 signed bytes; or null
   ScaleKind scales;
 
   constexpr int code_bytes() const { return 4 * low_bits + 4 * high_bits; }  // of a row's block
@@ -65,21 +69,20 @@ struct IntegerLayout {
 
 constexpr std::optional<IntegerLayout> integer_layout(Format format) {
   switch (format) {
-    case Format::kQ4_0: return IntegerLayout{4, 0, 8, false, ScaleKind::kScale};
-    case Format::kQ4_1: return IntegerLayout{4, 0, 0, false, ScaleKind::kScaleMin};
-    case Format::kQ5_0: return IntegerLayout{4, 1, 16, false, ScaleKind::kScale};
-    case Format::kQ5_1: return IntegerLayout{4, 1, 0, false, ScaleKind::kScaleMin};
-    case Format::kQ8_0: return IntegerLayout{8, 0, 0, false, ScaleKind::kScale};
-    case Format::kQ4_K: return IntegerLayout{4, 0, 0, false, ScaleKind::kSuperMin};
-    case Format::kQ5_K: return IntegerLayout{4, 1, 0, false, ScaleKind::kSuperMin};
-    case Format::kQ6_K: return IntegerLayout{4, 2, 32, false, ScaleKind::kSuperHalf};
-    case Format::kIQ4_NL: return IntegerLayout{4, 0, 0, true, ScaleKind::kScale};
-    case Format::kIQ4_XS: return IntegerLayout{4, 0, 0, true, ScaleKind::kSuperHalf};
+    case Format::kQ4_0: return IntegerLayout{4, 0, 8, nullptr, ScaleKind::kScale};
+    case Format::kQ4_1: return IntegerLayout{4, 0, 0, nullptr, ScaleKind::kScaleMin};
+    case Format::kQ5_0: return IntegerLayout{4, 1, 16, nullptr, ScaleKind::kScale};
+    case Format::kQ5_1: return IntegerLayout{4, 1, 0, nullptr, ScaleKind::kScaleMin};
+    case Format::kQ8_0: return IntegerLayout{8, 0, 0, nullptr, ScaleKind::kScale};
+    case Format::kQ4_K: return IntegerLayout{4, 0, 0, nullptr, ScaleKind::kSuperMin};
+    case Format::kQ5_K: return IntegerLayout{4, 1, 0, nullptr, ScaleKind::kSuperMin};
+    case Format::kQ6_K: return IntegerLayout{4, 2, 32, nullptr, ScaleKind::kSuperHalf};
+    case Format::kIQ4_NL: return IntegerLayout{4, 0, 0, kIq4Table, ScaleKind::kScale};
+    case Format::kIQ4_XS: return IntegerLayout{4, 0, 0, kIq4Table, ScaleKind::kSuperHalf};
+    case Format::kGGUF_MXFP4: return IntegerLayout{4, 0, 0, kE2m1Doubled, ScaleKind::kScale};
     default: return std::nullopt;
   }
 }
-
-alignas(16) constexpr int8_t kIq4Table[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 constexpr int kQuantBlock = 32;  // activations of a block
 constexpr int kQuantHalf = 16;   // activations that share a scale

@@ -4,8 +4,10 @@
 #include <cstring>
 
 #include "shoal/base/checked.h"
+#include "shoal/base/float_bits.h"
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/quant/block.h"
+#include "shoal/quant/gguf_mxfp4.h"
 #include "shoal/quant/k_scales.h"
 
 namespace shoal {
@@ -49,6 +51,7 @@ void unpack_codes(Format format, const std::byte* block, int sub, uint8_t* codes
     }
   };
   switch (format) {
+    case Format::kGGUF_MXFP4: nibbles(block + 1); return;
     case Format::kQ4_0:
     case Format::kIQ4_NL: nibbles(block + 2); return;
     case Format::kQ4_1: nibbles(block + 4); return;
@@ -147,6 +150,11 @@ void put_scales(Format format, const std::byte* block, int group, int lane, std:
         put_pair(1, sub, scale, scale);
       }
       return;
+    case Format::kGGUF_MXFP4: {
+      const uint16_t scale = f32_to_f16(block::e8m0_halved(block::u8(block)));
+      std::memcpy(at + 2 * lane, &scale, 2);
+      return;
+    }
     case Format::kQ4_1:
     case Format::kQ5_1: put_f16(1, block + 2); [[fallthrough]];
     default: put_f16(0, block); return;
@@ -176,7 +184,29 @@ void pack_integer_group(const MatmulPart& part, const IntegerLayout& layout, int
   }
 }
 
+// Half of 2^(e - 127) is an f16 number for these; any scale will do for a block of zeros, zero included.
+bool fits_f16(const std::byte* block) {
+  constexpr uint32_t kSmallest = 104;
+  constexpr uint32_t kLargest = 143;
+  const uint32_t scale = block::u8(block);
+  const auto is_zero = [](std::byte codes) { return (codes & std::byte{0x77}) == std::byte{0}; };
+  return (scale >= kSmallest && scale <= kLargest) ||
+         (scale < kSmallest && std::all_of(block + 1, block + 17, is_zero));
+}
+
 }  // namespace
+
+bool has_integer_kernel(const QuantMatrix& raw) {
+  if (raw.format == Format::kGGUF_MXFP4) {
+    const int64_t num_blocks = raw.n * raw.k / kQuantBlock;
+    for (int64_t b = 0; b < num_blocks; ++b) {
+      if (!fits_f16(raw.codes + b * info(raw.format).block_bytes)) {
+        return false;
+      }
+    }
+  }
+  return integer_layout(raw.format).has_value();
+}
 
 void pack_matmul_part(MatmulPart& part, int64_t k, int group, cpu::ThreadPool& pool) {
   const bool plain = part.kernel == MatmulKernel::kPlain;

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "shoal/ops/matmul/matmul_layout.h"
+#include "shoal/ops/matmul/matmul_pack.h"
 
 namespace shoal {
 namespace {
@@ -33,7 +34,7 @@ void matmul_reference(const MatmulWeight::Impl& weight, const MatmulRows& rows) 
   std::vector<float> w(static_cast<size_t>(weight.k));
   std::vector<std::vector<double>> a(static_cast<size_t>(rows.m));
   for (const MatmulPart& part : weight.parts) {
-    const bool rounds = weight.precision == MatmulPrecision::kDefault && integer_layout(part.raw.format).has_value();
+    const bool rounds = weight.precision == MatmulPrecision::kDefault && has_integer_kernel(part.raw);
     for (int64_t m = 0; m < rows.m; ++m) {
       const float* row = rows.a + m * rows.a_stride;
       a[static_cast<size_t>(m)] = rounds ? quantised(row, weight.k) : std::vector<double>(row, row + weight.k);

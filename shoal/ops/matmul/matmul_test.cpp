@@ -19,8 +19,9 @@ using testkit::Random;
 using testkit::RandomMatrix;
 
 constexpr MatmulPrecision kPrecisions[] = {MatmulPrecision::kDefault, MatmulPrecision::kExact};
-constexpr Format kIntegerFormats[] = {Format::kQ4_0, Format::kQ4_1, Format::kQ5_0, Format::kQ5_1,   Format::kQ8_0,
-                                      Format::kQ4_K, Format::kQ5_K, Format::kQ6_K, Format::kIQ4_NL, Format::kIQ4_XS};
+constexpr Format kIntegerFormats[] = {Format::kQ4_0,   Format::kQ4_1,   Format::kQ5_0,      Format::kQ5_1,
+                                      Format::kQ8_0,   Format::kQ4_K,   Format::kQ5_K,      Format::kQ6_K,
+                                      Format::kIQ4_NL, Format::kIQ4_XS, Format::kGGUF_MXFP4};
 
 struct Machine {
   explicit Machine(cpu::Isa isa = cpu::available_isas().back(), int num_threads = 1) : pool(num_threads), isa(isa) {}
@@ -478,7 +479,7 @@ TEST(Matmul, LayoutIsNamedAndAsSmallAsTheFile) {
       EXPECT_EQ(weight.layout(), concat(info(format).name, "_x", group));
       EXPECT_EQ(weight.format(), format);
       EXPECT_TRUE(weight.owns_bytes());
-      // Packed scales grow to bytes: q4_k and q5_k from 144 and 176 bytes by 4, iq4_xs from 136 by 10.
+      // Packed scales grow to bytes: q4_k and q5_k from 144 and 176 bytes by 4, iq4_xs from 136 by 10; mxfp4's to f16.
       EXPECT_LE(static_cast<double>(weight.num_bytes()), 1.08 * static_cast<double>(matrix.matrix().num_bytes()));
     }
     const RandomMatrix matrix(Format::kQ4_0, 64, 1024, 1);
@@ -487,6 +488,36 @@ TEST(Matmul, LayoutIsNamedAndAsSmallAsTheFile) {
     EXPECT_FALSE(exact.owns_bytes());
     EXPECT_EQ(exact.num_bytes(), matrix.matrix().num_bytes());
   }
+}
+
+TEST(Matmul, Mxfp4ScalesOutsideF16AreDecoded) {
+  Machine machine;
+  RandomMatrix matrix(Format::kGGUF_MXFP4, 16, 64, 1);
+  const auto kernel = [&](int row, int scale, int codes) {
+    std::vector<std::byte> bytes(matrix.matrix().codes, matrix.matrix().codes + matrix.matrix().num_bytes());
+    std::byte* block = bytes.data() + row * 2 * 17;
+    block[0] = static_cast<std::byte>(scale);
+    std::fill_n(block + 1, 16, static_cast<std::byte>(codes));
+    QuantMatrix raw = matrix.matrix();
+    raw.codes = bytes.data();
+    MatmulWeight weight = prepare_matmul({&raw, 1}, MatmulPrecision::kDefault, machine.context());
+    const std::string variant(weight.variant());
+    Rows a = random_rows(2, 64, 3);
+    Rows out = product(machine, weight, a);
+    Rows expected = product(machine, prepare_matmul({&raw, 1}, MatmulPrecision::kDefault, machine.context("ref")), a);
+    if (scale != 255) {
+      expect_close(out, expected, largest_sum(a, {&raw, 1}), 64);
+    } else {
+      EXPECT_TRUE(std::isnan(out.row(0)[row]));
+    }
+    return variant;
+  };
+  EXPECT_EQ(kernel(3, 104, 0x77), "i8");
+  EXPECT_EQ(kernel(3, 143, 0x77), "i8");
+  EXPECT_EQ(kernel(3, 103, 0x10), "f32");
+  EXPECT_EQ(kernel(3, 144, 0x10), "f32");
+  EXPECT_EQ(kernel(3, 0, 0x88), "i8");  // minus zeros
+  EXPECT_EQ(kernel(3, 255, 0x00), "f32");
 }
 
 TEST(Matmul, Float32VariantLeavesActivationsAlone) {
