@@ -183,6 +183,8 @@ void matmul_integer_groups(const MatmulPart& part, const MatmulRows& rows, const
     SHOAL_CASE(kQ5_0)
     SHOAL_CASE(kQ5_1)
     SHOAL_CASE(kQ8_0)
+    SHOAL_CASE(kQ2_K)
+    SHOAL_CASE(kQ3_K)
     SHOAL_CASE(kQ4_K)
     SHOAL_CASE(kQ5_K)
     SHOAL_CASE(kQ6_K)

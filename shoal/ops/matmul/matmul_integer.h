@@ -21,7 +21,8 @@ struct Codec {
   static constexpr IntegerLayout kLayout = *integer_layout(kFormat);
   static constexpr bool kSuper = kLayout.blocks_per_scale() > 1;
   static constexpr bool kHasMin = kLayout.scales == ScaleKind::kScaleMin || kLayout.scales == ScaleKind::kSuperMin;
-  static constexpr bool kHalves = kLayout.scales == ScaleKind::kSuperHalf;
+  static constexpr bool kHalfMin = kLayout.scales == ScaleKind::kSuperHalfMin;  // a minimum for each half
+  static constexpr bool kHalves = kLayout.scales == ScaleKind::kSuperHalf || kHalfMin;
   static constexpr bool kSigned = kLayout.low_bits == 8 || kLayout.table != nullptr;
 
 #if defined(SHOAL_ISA_AVX512)
@@ -37,6 +38,7 @@ struct Codec {
   F d;
   F min;
   I pairs;  // 16-bit lanes [output][2]
+  I mins;   // the same, of kHalfMin
 
   SHOAL_INLINE Codec read_scales(const std::byte* scales, int64_t block_idx) {
     Codec codec;
@@ -50,8 +52,20 @@ struct Codec {
       codec.min = mul(load_f16(halves + kGroup), to_float(shift_32<-16>(codec.pairs)));
     } else if constexpr (kLayout.scales == ScaleKind::kSuperHalf) {
       codec.pairs = load_pairs_i8(at + 2 * kGroup + block_idx % 8 * 2 * kGroup);
+    } else if constexpr (kHalfMin) {
+      const I both = load_pairs_u8(at + 4 * kGroup + block_idx % 8 * 2 * kGroup);
+      codec.pairs = bit_and(both, broadcast_i32(0x000f000f));
+      codec.mins = shift_16<-4>(both);
+      codec.min = load_f16(halves + kGroup);
     }
     return codec;
+  }
+
+  // Sum over the block of minimum * factor * activation, exact.
+  SHOAL_INLINE_MEMBER F min_sum(const QuantBlock& block) const {
+    int32_t half_sums;
+    std::memcpy(&half_sums, block.half_sums, 4);
+    return to_float(madd_16(mins, broadcast_i32(half_sums)));
   }
 
   // Codes of step J of the block at `codes`: unsigned, or signed bytes on AVX2 if kSigned.
@@ -61,10 +75,11 @@ struct Codec {
       const I code = load_int(codes + J * kVector);
       return kOffset == 128 ? bit_xor(code, broadcast_i8(0x80)) : code;
     } else {
-      const I both = load_int(codes + J % 4 * kVector);
-      I code = bit_and(J < 4 ? both : shift_16<-4>(both), broadcast_i8(0x0f));
+      constexpr int kLow = kLayout.low_bits;  // bits, and vectors
+      const I packed = load_int(codes + J % kLow * kVector);
+      I code = bit_and(J < kLow ? packed : shift_16<-(J / kLow * kLow)>(packed), broadcast_i8((1 << kLow) - 1));
       if constexpr (kLayout.high_bits == 1) {
-        code = bit_or(code, bit_and(shift_16<4 - J>(load_int(codes + 4 * kVector)), broadcast_i8(0x10)));
+        code = bit_or(code, bit_and(shift_16<kLow - J>(load_int(codes + kLow * kVector)), broadcast_i8(1 << kLow)));
       } else if constexpr (kLayout.high_bits == 2) {
         const I high = load_int(codes + (4 + J / 4) * kVector);
         code = bit_or(code, bit_and(shift_16<4 - 2 * (J % 4)>(high), broadcast_i8(0x30)));
@@ -275,7 +290,9 @@ void integer_tile(const MatmulPart& part, const MatmulRows& rows, const QuantRow
     for (int r = 0; r < kNumRows; ++r) {
       const QuantBlock& block = blocks[r * num_blocks];
       acc[r] = fma(mul(codec.d, broadcast(block.scale)), sums[r], acc[r]);
-      if constexpr (Codes::kHasMin) {
+      if constexpr (Codes::kHalfMin) {
+        acc[r] = neg_fma(mul(codec.min, broadcast(block.scale)), codec.min_sum(block), acc[r]);
+      } else if constexpr (Codes::kHasMin) {
         const F sum = broadcast(block.sum);
         acc[r] = Codes::kSuper ? neg_fma(codec.min, sum, acc[r]) : fma(codec.min, sum, acc[r]);
       }

@@ -17,12 +17,13 @@ SHOAL_INLINE int32_t code_at(const std::byte* codes, int lane, int i) {
   if constexpr (kLayout.low_bits == 8) {
     return static_cast<int8_t>(at[step * kVector]);
   } else {
-    int32_t code = static_cast<int32_t>(at[step % 4 * kVector]) >> (step < 4 ? 0 : 4) & 15;
+    constexpr int kLow = kLayout.low_bits;  // bits, and vectors
+    int32_t code = static_cast<int32_t>(at[step % kLow * kVector]) >> step / kLow * kLow & ((1 << kLow) - 1);
     if constexpr (kLayout.table != nullptr) {
       return kLayout.table[code];
     }
     if constexpr (kLayout.high_bits == 1) {
-      code |= (static_cast<int32_t>(at[4 * kVector]) >> step & 1) << 4;
+      code |= (static_cast<int32_t>(at[kLow * kVector]) >> step & 1) << kLow;
     } else if constexpr (kLayout.high_bits == 2) {
       code |= (static_cast<int32_t>(at[(4 + step / 4) * kVector]) >> 2 * (step % 4) & 3) << 4;
     }
@@ -36,6 +37,8 @@ struct LaneScales {
   float min = 0.0f;  // added, times the sum of the activations
   int32_t first = 1;
   int32_t second = 1;
+  int32_t first_min = 0;  // times min and the sum of a half
+  int32_t second_min = 0;
 };
 
 template <Format kFormat>
@@ -55,6 +58,13 @@ SHOAL_INLINE LaneScales scales_at(const std::byte* scales, int64_t block_idx, in
     const std::byte* pair = at + 2 * kGroup + block_idx % 8 * 2 * kGroup + 2 * lane;
     result.first = static_cast<int8_t>(pair[0]);
     result.second = static_cast<int8_t>(pair[1]);
+  } else if constexpr (kLayout.scales == ScaleKind::kSuperHalfMin) {
+    const std::byte* pair = at + 4 * kGroup + block_idx % 8 * 2 * kGroup + 2 * lane;
+    result.first = static_cast<int32_t>(pair[0]) & 15;
+    result.second = static_cast<int32_t>(pair[1]) & 15;
+    result.first_min = static_cast<int32_t>(pair[0]) >> 4;
+    result.second_min = static_cast<int32_t>(pair[1]) >> 4;
+    result.min = f16_to_f32(halves[kGroup + lane]);
   }
   return result;
 }
@@ -85,6 +95,9 @@ void integer_groups(const MatmulPart& part, const MatmulRows& rows, const QuantR
           acc.lane[lane] = __builtin_fmaf(s.d * block.scale, static_cast<float>(sum), acc.lane[lane]);
           if constexpr (kLayout.scales == ScaleKind::kScaleMin || kLayout.scales == ScaleKind::kSuperMin) {
             acc.lane[lane] = __builtin_fmaf(s.min, block.sum, acc.lane[lane]);
+          } else if constexpr (kLayout.scales == ScaleKind::kSuperHalfMin) {
+            const int32_t mins = s.first_min * block.half_sums[0] + s.second_min * block.half_sums[1];
+            acc.lane[lane] = __builtin_fmaf(-(s.min * block.scale), static_cast<float>(mins), acc.lane[lane]);
           }
         }
       }

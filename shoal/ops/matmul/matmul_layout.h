@@ -31,7 +31,8 @@ enum class MatmulKernel : uint8_t {
 //
 //   codes of a block   kNibble   4 vectors; vector j: step j in the low, step j + 4 in the high nibbles
 //                      kByte     8 vectors; vector j: step j, signed
-//              then    high bits 1: one vector, bit j: bit 4 of step j
+//                      kCrumb    2 vectors; vector j: steps j, j + 2, j + 4, j + 6 in bits 0, 2, 4, 6
+//              then    high bits 1: one vector, bit j: the bit above the low ones of step j
 //                                2: two vectors, bits 2 (j % 4) of vector j / 4: bits 4 and 5 of step j
 //   scales of a block  kScale      f16 d [G]                         weight = d (code - offset)
 //                      kScaleMin   f16 d [G], f16 m [G]              weight = d code + m
@@ -39,14 +40,16 @@ enum class MatmulKernel : uint8_t {
 //                                                                    weight = d scale code - dmin min
 //                      kSuperHalf  f16 d [G], then per block i8 [G][2]: scales of the block's halves
 //                                                                    weight = d scale (code - offset)
-enum class ScaleKind : uint8_t { kScale, kScaleMin, kSuperMin, kSuperHalf };
+//                      kSuperHalfMin  f16 d [G], f16 dmin [G], then per block u8 [G][2]: of the halves, scale in the
+//                                  low and min in the high nibble    weight = d scale code - dmin min
+enum class ScaleKind : uint8_t { kScale, kScaleMin, kSuperMin, kSuperHalf, kSuperHalfMin };
 
 alignas(16) inline constexpr int8_t kIq4Table[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                      1,    13,   25,  38,  53,  69,  89,  113};
 alignas(16) inline constexpr int8_t kE2m1Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct IntegerLayout {
-  int low_bits;         // 4: kNibble, 8: kByte
+  int low_bits;         // 2: kCrumb, 4: kNibble, 8: kByte
   int high_bits;        // 0, 1 or 2
   int offset;           // subtracted from an unsigned code; a power of two or 0
   const int8_t* table;  // codes are indices of 16 signed bytes; or null
@@ -62,6 +65,7 @@ struct IntegerLayout {
       case ScaleKind::kScaleMin: return 4;
       case ScaleKind::kSuperMin: return 4 + 8 * 2;
       case ScaleKind::kSuperHalf: return 2 + 8 * 2;
+      case ScaleKind::kSuperHalfMin: return 4 + 8 * 2;
     }
     return 0;
   }
@@ -74,6 +78,8 @@ constexpr std::optional<IntegerLayout> integer_layout(Format format) {
     case Format::kQ5_0: return IntegerLayout{4, 1, 16, nullptr, ScaleKind::kScale};
     case Format::kQ5_1: return IntegerLayout{4, 1, 0, nullptr, ScaleKind::kScaleMin};
     case Format::kQ8_0: return IntegerLayout{8, 0, 0, nullptr, ScaleKind::kScale};
+    case Format::kQ2_K: return IntegerLayout{2, 0, 0, nullptr, ScaleKind::kSuperHalfMin};
+    case Format::kQ3_K: return IntegerLayout{2, 1, 4, nullptr, ScaleKind::kSuperHalf};
     case Format::kQ4_K: return IntegerLayout{4, 0, 0, nullptr, ScaleKind::kSuperMin};
     case Format::kQ5_K: return IntegerLayout{4, 1, 0, nullptr, ScaleKind::kSuperMin};
     case Format::kQ6_K: return IntegerLayout{4, 2, 32, nullptr, ScaleKind::kSuperHalf};

@@ -50,7 +50,20 @@ void unpack_codes(Format format, const std::byte* block, int sub, uint8_t* codes
       codes[i] = static_cast<uint8_t>(static_cast<uint8_t>(from[32 * (sub / 2) + i]) >> (4 * (sub % 2)) & 15);
     }
   };
+  // The same in 32 bytes for 128 values, two bits each.
+  const auto k_crumbs = [codes, sub](const std::byte* from) {
+    for (int i = 0; i < 32; ++i) {
+      codes[i] = static_cast<uint8_t>(static_cast<uint8_t>(from[32 * (sub / 4) + i]) >> (2 * (sub % 4)) & 3);
+    }
+  };
   switch (format) {
+    case Format::kQ2_K: k_crumbs(block + 16); return;
+    case Format::kQ3_K:
+      k_crumbs(block + 32);
+      for (int i = 0; i < 32; ++i) {
+        codes[i] = static_cast<uint8_t>(codes[i] | (block::u8(block + i) >> sub & 1) << 2);
+      }
+      return;
     case Format::kGGUF_MXFP4: nibbles(block + 1); return;
     case Format::kQ4_0:
     case Format::kIQ4_NL: nibbles(block + 2); return;
@@ -96,11 +109,14 @@ void put_codes(const IntegerLayout& layout, const uint8_t* codes, int group, std
     }
     return;
   }
-  uint8_t low[16];
-  for (int i = 0; i < 16; ++i) {
-    low[i] = static_cast<uint8_t>((codes[i] & 15) | codes[i + 16] << 4);
+  const int num_low = layout.low_bits;  // vectors of low bits; each holds 8 / low_bits steps
+  uint8_t low[16] = {};
+  for (int i = 0; i < kQuantBlock; ++i) {
+    const int shift = i / (4 * num_low) * layout.low_bits;
+    uint8_t& to = low[i % (4 * num_low)];
+    to = static_cast<uint8_t>(to | (codes[i] & ((1 << layout.low_bits) - 1)) << shift);
   }
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < num_low; ++j) {
     std::memcpy(lane + j * vector, low + 4 * j, 4);
   }
   if (layout.high_bits == 0) {
@@ -109,14 +125,21 @@ void put_codes(const IntegerLayout& layout, const uint8_t* codes, int group, std
   uint8_t high[8] = {};
   for (int j = 0; j < 8; ++j) {
     for (int i = 0; i < 4; ++i) {
-      const int bits = codes[4 * j + i] >> 4;
+      const int bits = codes[4 * j + i] >> layout.low_bits;
       uint8_t& to = high[layout.high_bits == 1 ? i : j / 4 * 4 + i];
       to = static_cast<uint8_t>(to | bits << (layout.high_bits == 1 ? j : 2 * (j % 4)));
     }
   }
   for (int v = 0; v < layout.high_bits; ++v) {
-    std::memcpy(lane + (4 + v) * vector, high + 4 * v, 4);
+    std::memcpy(lane + (num_low + v) * vector, high + 4 * v, 4);
   }
+}
+
+// Scale of sub-block i of 16, signed.
+uint32_t q3_k_scale(const std::byte* block, int i) {
+  const uint32_t low = block::u8(block + 96 + i % 8) >> (i < 8 ? 0 : 4) & 15;
+  const uint32_t high = block::u8(block + 104 + i % 4) >> (2 * (i / 4)) & 3;
+  return (low | high << 4) - 32;
 }
 
 // The scales of one stored block at its lane; `at` is where the scales of this block (or of its 8 sub-blocks) begin.
@@ -134,6 +157,19 @@ void put_scales(Format format, const std::byte* block, int group, int lane, std:
       put_f16(1, block + 2);
       for (int sub = 0; sub < 8; ++sub) {
         put_pair(2, sub, block::k_scale(block + 4, sub), block::k_min(block + 4, sub));
+      }
+      return;
+    case Format::kQ2_K:
+      put_f16(0, block + 80);
+      put_f16(1, block + 82);
+      for (int sub = 0; sub < 8; ++sub) {
+        put_pair(2, sub, block::u8(block + 2 * sub), block::u8(block + 2 * sub + 1));
+      }
+      return;
+    case Format::kQ3_K:
+      put_f16(0, block + 108);
+      for (int sub = 0; sub < 8; ++sub) {
+        put_pair(1, sub, q3_k_scale(block, 2 * sub), q3_k_scale(block, 2 * sub + 1));
       }
       return;
     case Format::kQ6_K:

@@ -58,6 +58,7 @@ SHOAL_INLINE I shift_32(I a) {
 SHOAL_INLINE I shuffle_bytes(I table, I indices) { return _mm512_shuffle_epi8(table, indices); }
 SHOAL_INLINE I add_32(I a, I b) { return _mm512_add_epi32(a, b); }
 SHOAL_INLINE I sub_32(I a, I b) { return _mm512_sub_epi32(a, b); }
+SHOAL_INLINE I madd_16(I a, I b) { return _mm512_madd_epi16(a, b); }
 SHOAL_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 SHOAL_INLINE I load_pairs_u8(const void* p) {  // [G][2] bytes to 16-bit lanes
   return _mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
@@ -108,6 +109,7 @@ SHOAL_INLINE I shift_32(I a) {
 SHOAL_INLINE I shuffle_bytes(I table, I indices) { return _mm256_shuffle_epi8(table, indices); }
 SHOAL_INLINE I add_32(I a, I b) { return _mm256_add_epi32(a, b); }
 SHOAL_INLINE I sub_32(I a, I b) { return _mm256_sub_epi32(a, b); }
+SHOAL_INLINE I madd_16(I a, I b) { return _mm256_madd_epi16(a, b); }
 SHOAL_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 SHOAL_INLINE I load_pairs_u8(const void* p) {  // [G][2] bytes to 16-bit lanes
   return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));

@@ -19,9 +19,9 @@ using testkit::Random;
 using testkit::RandomMatrix;
 
 constexpr MatmulPrecision kPrecisions[] = {MatmulPrecision::kDefault, MatmulPrecision::kExact};
-constexpr Format kIntegerFormats[] = {Format::kQ4_0,   Format::kQ4_1,   Format::kQ5_0,      Format::kQ5_1,
-                                      Format::kQ8_0,   Format::kQ4_K,   Format::kQ5_K,      Format::kQ6_K,
-                                      Format::kIQ4_NL, Format::kIQ4_XS, Format::kGGUF_MXFP4};
+constexpr Format kIntegerFormats[] = {
+    Format::kQ4_0, Format::kQ4_1, Format::kQ5_0, Format::kQ5_1,   Format::kQ8_0,   Format::kQ2_K,      Format::kQ3_K,
+    Format::kQ4_K, Format::kQ5_K, Format::kQ6_K, Format::kIQ4_NL, Format::kIQ4_XS, Format::kGGUF_MXFP4};
 
 struct Machine {
   explicit Machine(cpu::Isa isa = cpu::available_isas().back(), int num_threads = 1) : pool(num_threads), isa(isa) {}
@@ -479,7 +479,8 @@ TEST(Matmul, LayoutIsNamedAndAsSmallAsTheFile) {
       EXPECT_EQ(weight.layout(), concat(info(format).name, "_x", group));
       EXPECT_EQ(weight.format(), format);
       EXPECT_TRUE(weight.owns_bytes());
-      // Packed scales grow to bytes: q4_k and q5_k from 144 and 176 bytes by 4, iq4_xs from 136 by 10; mxfp4's to f16.
+      // Packed scales grow to bytes: q4_k and q5_k from 144 and 176 bytes by 4, iq4_xs from 136 by 10, q3_k from 110 by 4;
+      // mxfp4's to f16.
       EXPECT_LE(static_cast<double>(weight.num_bytes()), 1.08 * static_cast<double>(matrix.matrix().num_bytes()));
     }
     const RandomMatrix matrix(Format::kQ4_0, 64, 1024, 1);
