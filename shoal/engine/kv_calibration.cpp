@@ -42,7 +42,6 @@ float largest(const std::vector<float>& values) {
 
 KvScales scales_of(const KvLayer& layer, int64_t num_tokens, size_t layer_idx) {
   const std::vector<float> key = channel_amax(layer.key, num_tokens, layer_idx, "key");
-  const std::vector<float> value = channel_amax(layer.value, num_tokens, layer_idx, "value");
   const auto head_dim = static_cast<size_t>(layer.key.dim(3));
   const float floor = largest(key) * kSmallestShare;
   KvScales scales;
@@ -55,7 +54,10 @@ KvScales scales_of(const KvLayer& layer, int64_t num_tokens, size_t layer_idx) {
     const float amax = std::max({key[channel], key[head + neighbour], key[head + opposite], floor});
     scales.key[channel] = amax * kMargin / kMaxCode;
   }
-  scales.value = {largest(value) * kMargin / kMaxCode};
+  if (layer.value) {
+    const std::vector<float> value = channel_amax(layer.value, num_tokens, layer_idx, "value");
+    scales.value = {largest(value) * kMargin / kMaxCode};
+  }
   return scales;
 }
 

@@ -9,6 +9,7 @@
 #include "shoal/base/text.h"
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/model/experts.h"
+#include "shoal/model/latent_attention.h"
 #include "shoal/model/loader.h"
 #include "shoal/ops/embedding/embedding.h"
 #include "shoal/ops/norm/norm.h"
@@ -22,8 +23,9 @@ struct Block {
   Tensor ffn_norm, post_ffn_norm;
   Tensor sinks;  // [num_heads], or absent
   Linear qkv, o;
-  Linear gate_up, down;              // a dense feed-forward,
-  std::unique_ptr<Experts> experts;  // or a mixture
+  std::unique_ptr<LatentAttention> latent;  // in place of qkv
+  Linear gate_up, down;                     // a dense feed-forward,
+  std::unique_ptr<Experts> experts;         // or a mixture
 };
 
 // Buffers of a step that live in the workspace.
@@ -46,9 +48,10 @@ class Decoder final : public Model {
     const int64_t rows = std::max(limits.max_tokens, limits.max_logit_rows);
     size_t scratch = matmul_workspace_bytes(output_.weight, limits.max_logit_rows);
     for (const Block& block : blocks_) {
-      for (const Linear* linear : {&block.qkv, &block.o}) {
-        scratch = std::max(scratch, matmul_workspace_bytes(linear->weight, rows));
+      if (!block.latent) {
+        scratch = std::max(scratch, matmul_workspace_bytes(block.qkv.weight, rows));
       }
+      scratch = std::max(scratch, matmul_workspace_bytes(block.o.weight, rows));
       scratch = std::max(scratch, feed_forward_workspace_bytes(block, rows));
     }
     scratch = std::max(scratch, attention_workspace_bytes(limits));
@@ -104,7 +107,10 @@ class Decoder final : public Model {
     info_.hidden = c.hidden;
     info_.vocab_size = c.vocab_size;
     info_.max_positions = c.max_positions;
-    info_.kv_layers.assign(static_cast<size_t>(c.num_layers), {c.num_kv_heads, c.head_dim, c.head_dim});
+    const bool is_latent = c.latent.kv_rank > 0;
+    info_.kv_layers.assign(
+        static_cast<size_t>(c.num_layers),
+        is_latent ? KvLayerShape{1, c.latent.cached_dim(), 0} : KvLayerShape{c.num_kv_heads, c.head_dim, c.head_dim});
     if (options.progress) {
       options.progress(1.0);
     }
@@ -131,9 +137,13 @@ class Decoder final : public Model {
     if (!names.sinks.empty()) {
       block.sinks = loader.vector(name(names.sinks), {c.num_heads});
     }
-    block.qkv = loader.linear({{name(names.q), q_width()}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
-                              c.hidden, c.qkv_bias ? Loader::Bias::kRequired : Loader::Bias::kOptional);
-    block.o = loader.linear({{name(names.o), c.hidden}}, q_width());
+    if (c.latent.kv_rank > 0) {
+      block.latent = std::make_unique<LatentAttention>(loader, c.latent, names.latent, layer_idx, c.hidden);
+    } else {
+      block.qkv = loader.linear({{name(names.q), q_width()}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
+                                c.hidden, c.qkv_bias ? Loader::Bias::kRequired : Loader::Bias::kOptional);
+    }
+    block.o = loader.linear({{name(names.o), c.hidden}}, attention_width());
     if (c.layers[static_cast<size_t>(layer_idx)].has_experts) {
       block.experts = std::make_unique<Experts>(loader, c.experts, names.experts, layer_idx, c.hidden);
     } else {
@@ -156,7 +166,8 @@ class Decoder final : public Model {
 
   int64_t q_width() const { return config_.num_heads * config_.head_dim; }
   int64_t kv_width() const { return config_.num_kv_heads * config_.head_dim; }
-  int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
+  int64_t qkv_width() const { return config_.latent.kv_rank > 0 ? 0 : q_width() + 2 * kv_width(); }
+  int64_t attention_width() const { return config_.latent.kv_rank > 0 ? config_.latent.output_width() : q_width(); }
 
   static size_t feed_forward_workspace_bytes(const Block& block, int64_t rows) {
     if (block.experts) {
@@ -168,6 +179,9 @@ class Decoder final : public Model {
 
   // The worst step of every layer: as many sequences as tokens, the longest page table. Shapes only: nothing is read.
   size_t attention_workspace_bytes(const StepLimits& limits) const {
+    if (config_.latent.kv_rank > 0) {
+      return blocks_.front().latent->workspace_bytes(limits, ropes_.front());
+    }
     constexpr int64_t kPage = 16;  // the smallest page; only the length of the table in tokens counts
     const int64_t num_tokens = limits.max_tokens;
     Batch batch;
@@ -200,7 +214,7 @@ class Decoder final : public Model {
     buffers.x = take(config_.hidden);
     buffers.h = take(config_.hidden);
     buffers.qkv = take(qkv_width());
-    buffers.attention = take(q_width());
+    buffers.attention = take(attention_width());
     buffers.projected = take(config_.hidden);
     buffers.gate_up = take(2 * dense_hidden_);
     buffers.activated = take(dense_hidden_);
@@ -255,6 +269,10 @@ class Decoder final : public Model {
       rms_norm({.out = buffers.h, .x = buffers.x, .weight = block.attn_norm, .eps = config_.norm_eps}, context);
     } else {
       add_and_norm(block.attn_norm, buffers, context);
+    }
+    if (block.latent) {
+      block.latent->forward(buffers.h, buffers.attention, batch, cache.layer(layer_idx), ropes_.front(), context);
+      return;
     }
     block.qkv(buffers.h, buffers.qkv, context);
     if (config_.qk_norm == QkNorm::kWhole) {
@@ -405,6 +423,13 @@ DecoderNames hf_decoder_names(const std::string& prefix) {
           .up = layer + "mlp.up_proj",
           .down = layer + "mlp.down_proj",
           .post_ffn_norm = {},
+          .latent = {.q = layer + "self_attn.q_proj",
+                     .q_a = layer + "self_attn.q_a_proj",
+                     .q_a_norm = layer + "self_attn.q_a_layernorm",
+                     .q_b = layer + "self_attn.q_b_proj",
+                     .kv_a = layer + "self_attn.kv_a_proj_with_mqa",
+                     .kv_a_norm = layer + "self_attn.kv_a_layernorm",
+                     .kv_b = layer + "self_attn.kv_b_proj"},
           .experts = {.router = layer + "mlp.gate",
                       .selection_bias = layer + "mlp.gate.e_score_correction_bias",
                       .shared_gate_proj = layer + "mlp.shared_experts.gate_proj",

@@ -16,6 +16,7 @@
 
 #include "shoal/io/weights.h"
 #include "shoal/model/experts.h"
+#include "shoal/model/latent_attention.h"
 #include "shoal/model/model.h"
 #include "shoal/ops/rope/rope.h"
 
@@ -54,7 +55,8 @@ struct DecoderConfig {
   Gate gate = Gate::kSilu;
   std::vector<RopeConfig> ropes;  // by DecoderLayerConfig::rope_idx
   std::vector<DecoderLayerConfig> layers;
-  ExpertsConfig experts;  // of the layers that have them
+  LatentAttentionConfig latent;  // in the place of heads with keys and values of their own
+  ExpertsConfig experts;         // of the layers that have them
   io::CheckpointScheme scheme;
 };
 
@@ -64,6 +66,7 @@ struct DecoderNames {
   std::string attn_norm, q, k, v, o, q_norm, k_norm, post_attn_norm;
   std::string ffn_norm, gate, up, down, post_ffn_norm;
   std::string sinks{};  // a whole name; empty: the family has none
+  LatentAttentionNames latent{};
   ExpertsNames experts{};
 };
 

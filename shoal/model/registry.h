@@ -22,6 +22,7 @@ struct Architecture {
 extern const Architecture kLlama;  // also Mistral and SmolLM
 extern const Architecture kQwen;   // qwen2, qwen3
 extern const Architecture kGemma3;
+extern const Architecture kDeepseekV3;
 extern const Architecture kGlm4Moe;
 extern const Architecture kGptOss;
 extern const Architecture kMixtral;  // also MiniMax-M2

@@ -20,12 +20,12 @@ DType dtype_of(KvType type) {
 }
 
 void check_shape(const KvLayerShape& shape, size_t layer_idx) {
-  require(shape.num_kv_heads > 0 && shape.head_dim > 0 && shape.v_head_dim > 0, "KV layer ", layer_idx,
-          ": num_kv_heads, head_dim and v_head_dim must be positive, not ", shape.num_kv_heads, ", ", shape.head_dim,
-          " and ", shape.v_head_dim);
+  require(shape.num_kv_heads > 0 && shape.head_dim > 0 && shape.v_head_dim >= 0, "KV layer ", layer_idx,
+          ": num_kv_heads and head_dim must be positive, v_head_dim not negative, not ", shape.num_kv_heads, ", ",
+          shape.head_dim, " and ", shape.v_head_dim);
 }
 
-// Overflow of a product of positive factors means that no machine has the memory.
+// Overflow of a product means that no machine has the memory.
 int64_t product(std::initializer_list<int64_t> factors) {
   int64_t result = 1;
   for (const int64_t factor : factors) {
@@ -74,7 +74,9 @@ KvCache::KvCache(const std::vector<KvLayerShape>& layers, KvType type, int64_t n
     if (type == KvType::kI8) {
       const KvScales given = scales.empty() ? KvScales{{kDefaultScale}, {kDefaultScale}} : scales[layer_idx];
       scales_.push_back(scale_tensor(given.key, shape.num_kv_heads * shape.head_dim, "key", layer_idx));
-      scales_.push_back(scale_tensor(given.value, shape.num_kv_heads * shape.v_head_dim, "value", layer_idx));
+      scales_.push_back(shape.v_head_dim == 0
+                            ? Tensor()
+                            : scale_tensor(given.value, shape.num_kv_heads * shape.v_head_dim, "value", layer_idx));
     }
   }
 }
@@ -85,8 +87,10 @@ KvLayer KvCache::layer(size_t layer_idx) const {
   const auto& [key, value] = layers_[layer_idx];
   KvLayer view;
   view.key = TensorView(key.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.head_dim});
-  view.value =
-      TensorView(value.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.v_head_dim});
+  if (shape.v_head_dim > 0) {
+    view.value =
+        TensorView(value.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.v_head_dim});
+  }
   if (type_ == KvType::kI8) {
     view.k_scale = scales_[2 * layer_idx];
     view.v_scale = scales_[2 * layer_idx + 1];

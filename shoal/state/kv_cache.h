@@ -12,7 +12,7 @@ namespace shoal {
 struct KvLayerShape {
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
-  int64_t v_head_dim = 0;
+  int64_t v_head_dim = 0;  // 0: the values are channels of the keys (latent attention)
   bool operator==(const KvLayerShape&) const = default;
 };
 
@@ -21,12 +21,12 @@ enum class KvType : uint8_t { kF32, kF16, kBF16, kI8 };
 // What int8 codes are multiplied with, for one layer: one value (per tensor) or one per channel.
 struct KvScales {
   std::vector<float> key;    // 1 or num_kv_heads * head_dim values, finite and positive
-  std::vector<float> value;  // 1 or num_kv_heads * v_head_dim
+  std::vector<float> value;  // 1 or num_kv_heads * v_head_dim; none for a layer without values
 };
 
 struct KvLayer {
   TensorView key;      // [num_pages, page_size, num_kv_heads, head_dim]
-  TensorView value;    // [num_pages, page_size, num_kv_heads, v_head_dim]
+  TensorView value;    // [num_pages, page_size, num_kv_heads, v_head_dim]; absent without values of its own
   TensorView k_scale;  // int8: [num_kv_heads * head_dim] f32 or [1]; absent otherwise
   TensorView v_scale;  // int8: [num_kv_heads * v_head_dim] f32 or [1]; absent otherwise
 };
