@@ -15,13 +15,15 @@ BatchBuilder::BatchBuilder(int64_t max_tokens, int64_t max_seqs, int64_t max_pag
   cu_q_lens_.reserve(static_cast<size_t>(max_seqs + 1));
   past_lens_.reserve(static_cast<size_t>(max_seqs));
   logit_rows_.reserve(static_cast<size_t>(max_logit_rows));
+  state_slots_.reserve(static_cast<size_t>(max_seqs));
   pages_.reserve(static_cast<size_t>(max_seqs));
   page_table_.reserve(static_cast<size_t>(max_seqs * max_pages));
   clear();
 }
 
 void BatchBuilder::clear() {
-  for (auto* array : {&token_ids_, &positions_, &cu_q_lens_, &past_lens_, &slot_mapping_, &logit_rows_}) {
+  for (auto* array :
+       {&token_ids_, &positions_, &cu_q_lens_, &past_lens_, &slot_mapping_, &logit_rows_, &state_slots_}) {
     array->clear();
   }
   pages_.clear();
@@ -29,7 +31,7 @@ void BatchBuilder::clear() {
 }
 
 void BatchBuilder::add(std::span<const int32_t> tokens, int64_t past, std::span<const PageId> pages,
-                       int64_t num_logit_rows) {
+                       int64_t num_logit_rows, std::optional<StateSlot> slot) {
   const auto count = static_cast<int64_t>(tokens.size());
   SHOAL_ASSERT(static_cast<int64_t>(pages.size()) * page_size_ >= past + count && num_logit_rows <= count);
   for (int64_t i = 0; i < count; ++i) {
@@ -45,6 +47,9 @@ void BatchBuilder::add(std::span<const int32_t> tokens, int64_t past, std::span<
   cu_q_lens_.push_back(static_cast<int32_t>(num_tokens()));
   past_lens_.push_back(static_cast<int32_t>(past));
   pages_.push_back(pages);
+  if (slot) {
+    state_slots_.push_back(*slot);
+  }
 }
 
 Batch BatchBuilder::batch() {
@@ -68,6 +73,10 @@ Batch BatchBuilder::batch() {
       TensorView(page_table_.data(), DType::kI32, {static_cast<int64_t>(pages_.size()), static_cast<int64_t>(width)});
   batch.slot_mapping = vector_view(slot_mapping_);
   batch.logit_rows = vector_view(logit_rows_);
+  if (!state_slots_.empty()) {
+    SHOAL_ASSERT(state_slots_.size() == pages_.size());
+    batch.state_slots = vector_view(state_slots_);
+  }
   return batch;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -18,8 +19,10 @@ class BatchBuilder {
   void clear();
 
   // The next sequence: `tokens` at positions `past` and on, in `pages` that cover all of them. The logits of its last
-  // `num_logit_rows` tokens are wanted. `pages` must live until batch() returns.
-  void add(std::span<const int32_t> tokens, int64_t past, std::span<const PageId> pages, int64_t num_logit_rows);
+  // `num_logit_rows` tokens are wanted. `pages` must live until batch() returns. Of one batch all sequences have a
+  // state slot, or none.
+  void add(std::span<const int32_t> tokens, int64_t past, std::span<const PageId> pages, int64_t num_logit_rows,
+           std::optional<StateSlot> slot = std::nullopt);
 
   // Views of this builder's arrays, valid until the next clear().
   Batch batch();
@@ -35,6 +38,7 @@ class BatchBuilder {
   std::vector<int32_t> past_lens_;
   std::vector<int32_t> slot_mapping_;
   std::vector<int32_t> logit_rows_;
+  std::vector<int32_t> state_slots_;
   std::vector<std::span<const PageId>> pages_;  // of each sequence
   std::vector<int32_t> page_table_;             // [num_seqs, longest of them]
 };

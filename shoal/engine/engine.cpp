@@ -29,7 +29,7 @@ SchedulerOptions scheduler_options(const EngineOptions& options, const ModelInfo
   result.max_seqs = options.max_seqs;
   result.max_all_logits_rows = all_logits_rows(options, model);
   result.page_size = options.page_size;
-  result.prefix_cache = options.prefix_cache;
+  result.prefix_cache = options.prefix_cache && model.state_layers.empty();
   return result;
 }
 
@@ -41,6 +41,14 @@ std::unique_ptr<KvCache> make_cache(Model& model, const EngineOptions& options, 
   }
   return std::make_unique<KvCache>(model.info().kv_layers, resolved.kv_type, resolved.num_pages, options.page_size,
                                    scales);
+}
+
+std::unique_ptr<StatePool> make_states(const ModelInfo& model, const EngineOptions& options) {
+  if (model.state_layers.empty()) {
+    return nullptr;
+  }
+  const int64_t num_slots = std::min(options.max_seqs, options.max_batch_tokens);
+  return std::make_unique<StatePool>(model.state_layers, num_slots, 0);
 }
 
 // Logits that a token can be drawn from: no NaN, no +inf, something above -inf. As sample() has it.
@@ -85,8 +93,9 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, s
       resolved_(resolve_options(options, model_->info(), available_memory_bytes())),
       context_{threads_.get(), &workspace_, cpu::default_isa(), {}},
       cache_(make_cache(*model_, options, resolved_, context_)),
+      states_(make_states(model_->info(), options)),
       pages_(resolved_.num_pages),
-      scheduler_(pages_, scheduler_options(options, model_->info())),
+      scheduler_(pages_, scheduler_options(options, model_->info()), states_.get()),
       batch_(options.max_batch_tokens, std::min(options.max_seqs, options.max_batch_tokens),
              ceil_div(resolved_.max_context, options.page_size), max_logit_rows(options, model_->info()),
              options.page_size) {
@@ -111,6 +120,10 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, s
   info_.num_parameters = from.num_parameters;
   info_.weight_bytes = from.weight_bytes;
   info_.kv_bytes = resolved_.num_pages * KvCache::bytes_per_page(from.kv_layers, resolved_.kv_type, options.page_size);
+  if (states_) {
+    info_.state_bytes = states_->num_slots() * StatePool::bytes_per_slot(from.state_layers, 0);
+  }
+  info_.prefix_cache = scheduler_options(options, from).prefix_cache;
   update_stats();
   thread_ = std::thread([this] { loop(); });
 }
@@ -317,11 +330,11 @@ void Engine::Impl::step() {
     chunk_rows_.push_back(rows + batch_.num_logit_rows() * info_.vocab_size);
     const std::span<const int32_t> tokens = chunk.sequence->tokens;
     batch_.add(tokens.subspan(static_cast<size_t>(chunk.begin), static_cast<size_t>(chunk.num_tokens)), chunk.begin,
-               chunk.sequence->pages, chunk.num_logit_rows);
+               chunk.sequence->pages, chunk.num_logit_rows, chunk.sequence->state_slot);
   }
   const TensorView logits(rows, DType::kF32, {batch_.num_logit_rows(), info_.vocab_size});
   try {
-    model_->forward(batch_.batch(), *cache_, logits, context_);
+    model_->forward(batch_.batch(), {*cache_, states_.get()}, logits, context_);
     draw(chunks);
   } catch (const Error& error) {
     fail_chunks(chunks, error.code(), error.what());

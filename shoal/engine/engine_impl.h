@@ -21,6 +21,7 @@
 #include "shoal/engine/scheduler.h"
 #include "shoal/model/model.h"
 #include "shoal/state/kv_cache.h"
+#include "shoal/state/state_pool.h"
 
 namespace shoal {
 
@@ -95,6 +96,7 @@ class Engine::Impl {
   Workspace workspace_;
   OpContext context_;
   std::unique_ptr<KvCache> cache_;
+  std::unique_ptr<StatePool> states_;  // null for a model without states
   PagePool pages_;
   Scheduler scheduler_;
   BatchBuilder batch_;

@@ -45,8 +45,9 @@ EngineOptions small(int64_t num_pages = 64) {
 
 // The engine and the strings its model hangs on. The gate opens before the engine is destroyed.
 struct Fixture {
-  explicit Fixture(const EngineOptions& options = small())
-      : control(std::make_shared<FakeControl>()), engine(options, std::make_unique<FakeModel>(control)) {}
+  explicit Fixture(const EngineOptions& options = small(), bool has_states = false)
+      : control(std::make_shared<FakeControl>()),
+        engine(options, std::make_unique<FakeModel>(control, 4096, has_states)) {}
   ~Fixture() { control->open(); }
 
   std::shared_ptr<FakeControl> control;
@@ -248,11 +249,11 @@ TEST(Engine, NeighboursDoNotChangeTokens) {
 }
 
 TEST(Engine, PreemptionLosesNothing) {
-  for (const bool prefix_cache : {false, true}) {
-    SCOPED_TRACE(prefix_cache);
+  for (const auto& [prefix_cache, has_states] : {std::pair(false, false), {true, false}, {true, true}}) {
+    SCOPED_TRACE(concat(prefix_cache, " ", has_states));
     EngineOptions options = small(8);
     options.prefix_cache = prefix_cache;
-    Fixture f(options);
+    Fixture f(options, has_states);
     f.control->close();
     std::vector<Request> requests;
     std::vector<RequestId> ids;
@@ -510,6 +511,12 @@ TEST(Engine, InfoSaysWhatWasResolved) {
   EXPECT_EQ(info.max_context, 512);
   EXPECT_EQ(info.num_pages, 64);
   EXPECT_EQ(info.kv_bytes, 64 * 16 * 2 * 4);
+  EXPECT_EQ(info.state_bytes, 0);
+  EXPECT_TRUE(info.prefix_cache);
+  const EngineOptions options = small();
+  Fixture with_states(options, true);
+  EXPECT_EQ(with_states.engine.info().state_bytes, std::min(options.max_seqs, options.max_batch_tokens) * 2 * 4);
+  EXPECT_FALSE(with_states.engine.info().prefix_cache);
 }
 
 TEST(EngineOptions, AreResolved) {
@@ -578,7 +585,8 @@ class KnownKvModel : public FakeModel {
   }
   const ModelInfo& info() const override { return info_; }
   size_t workspace_bytes(const StepLimits&) const override { return 0; }
-  void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext&) override {
+  void forward(const Batch& batch, const ModelMemory& memory, const TensorView& logits, const OpContext&) override {
+    KvCache& cache = memory.kv;
     EXPECT_EQ(cache.type(), KvType::kF32);
     EXPECT_EQ(logits.dim(0), 0);
     tokens.assign(batch.token_ids.as<int32_t>(), batch.token_ids.as<int32_t>() + batch.token_ids.dim(0));
@@ -656,7 +664,7 @@ TEST_P(EngineLoad, LosesNothing) {
   options.max_batch_tokens = random.integer(1, 100);
   options.max_seqs = random.integer(1, 12);
   options.prefix_cache = random.integer(0, 3) != 0;
-  Fixture f(options);
+  Fixture f(options, random.integer(0, 2) == 0);
   const std::vector<int32_t> shared = prompt_of(options.max_context, GetParam());
 
   struct Client {

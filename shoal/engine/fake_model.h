@@ -94,12 +94,16 @@ class FakeControl {
 
 class FakeModel : public Model {
  public:
-  explicit FakeModel(std::shared_ptr<FakeControl> control, int64_t max_positions = 4096)
+  // With states: a slot holds how many tokens it has seen and the last of them, and a step that finds anything else fails.
+  explicit FakeModel(std::shared_ptr<FakeControl> control, int64_t max_positions = 4096, bool has_states = false)
       : control_(std::move(control)) {
     info_.architecture = "fake";
     info_.vocab_size = kFakeVocab;
     info_.max_positions = max_positions;
     info_.kv_layers = {{1, 1, 1}};
+    if (has_states) {
+      info_.state_layers = {{.conv_channels = 2, .conv_reach = 1}};
+    }
   }
 
   const ModelInfo& info() const override { return info_; }
@@ -107,7 +111,9 @@ class FakeModel : public Model {
     return Workspace::bytes_for<int32_t>(static_cast<size_t>(limits.max_tokens));
   }
 
-  void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext& context) override {
+  void forward(const Batch& batch, const ModelMemory& memory, const TensorView& logits,
+               const OpContext& context) override {
+    KvCache& cache = memory.kv;
     const int64_t num_seqs = batch.past_lens.dim(0);
     const auto* cu = batch.cu_q_lens.as<int32_t>();
     const auto* past = batch.past_lens.as<int32_t>();
@@ -130,6 +136,11 @@ class FakeModel : public Model {
         throw std::runtime_error("the fake model refuses token 62");
       }
     }
+    if (!info_.state_layers.empty()) {
+      for (int64_t s = 0; s < num_seqs; ++s) {
+        move_state(batch, *memory.states, s, key.as<float>(), cache.page_size());
+      }
+    }
     const auto body = [&](int64_t begin, int64_t end, int) {
       for (int64_t s = begin; s < end; ++s) {
         run_sequence(batch, cache.page_size(), s, key.as<float>(), value.as<float>(), logits);
@@ -139,6 +150,23 @@ class FakeModel : public Model {
   }
 
  private:
+  static void move_state(const Batch& batch, const StatePool& states, int64_t s, const float* key, int64_t page_size) {
+    const auto* cu = batch.cu_q_lens.as<int32_t>();
+    const int64_t past = batch.past_lens.as<int32_t>()[s];
+    auto* state = states.conv_state(0, batch.state_slots.as<int32_t>()[s]).as<float>();
+    const auto* tokens = batch.token_ids.as<int32_t>();
+    float last = 0.0f;  // of the tokens before, plus one
+    if (past > 0) {
+      const auto* pages = batch.page_table.as<int32_t>() + s * batch.page_table.dim(1);
+      last = key[pages[(past - 1) / page_size] * page_size + (past - 1) % page_size] + 1.0f;
+    }
+    if (static_cast<int64_t>(state[0]) != past || state[1] != last) {
+      throw std::runtime_error("the fake model finds another state in the slot");
+    }
+    state[0] = static_cast<float>(past + cu[s + 1] - cu[s]);
+    state[1] = static_cast<float>(tokens[cu[s + 1] - 1] + 1);
+  }
+
   static void run_sequence(const Batch& batch, int64_t page_size, int64_t s, const float* key, const float* value,
                            const TensorView& logits) {
     const auto* cu = batch.cu_q_lens.as<int32_t>();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numeric>
 
 #include "shoal/base/checked.h"
@@ -77,13 +78,20 @@ std::vector<KvScales> calibrate_kv(Model& model, int64_t max_tokens, const OpCon
     tokens[i] = static_cast<int32_t>((fraction * static_cast<uint64_t>(info.vocab_size)) >> 32);
   }
   BatchBuilder builder(num_tokens, 1, num_pages, 0, kPageSize);
-  builder.add(tokens, 0, pages, 0);
+  std::unique_ptr<StatePool> states;
+  std::optional<StateSlot> slot;
+  if (!info.state_layers.empty()) {
+    states = std::make_unique<StatePool>(info.state_layers, 1, 0);
+    slot = states->acquire();
+  }
+  builder.add(tokens, 0, pages, 0, slot);
   context.workspace->reserve(model.workspace_bytes({.max_tokens = num_tokens,
                                                     .max_logit_rows = 0,
                                                     .max_kv_len = num_pages * kPageSize,
                                                     .num_threads = context.pool->num_threads()}));
   float no_logits = 0.0f;
-  model.forward(builder.batch(), cache, TensorView(&no_logits, DType::kF32, {0, info.vocab_size}), context);
+  model.forward(builder.batch(), {cache, states.get()}, TensorView(&no_logits, DType::kF32, {0, info.vocab_size}),
+                context);
   std::vector<KvScales> scales;
   for (size_t layer_idx = 0; layer_idx < cache.num_layers(); ++layer_idx) {
     scales.push_back(scales_of(cache.layer(layer_idx), num_tokens, layer_idx));

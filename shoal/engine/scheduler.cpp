@@ -22,11 +22,13 @@ int64_t num_matchable_pages(const Sequence& sequence, int64_t page_size) {
 
 }  // namespace
 
-Scheduler::Scheduler(PagePool& pool, const SchedulerOptions& options) : pool_(pool), options_(options) {
+Scheduler::Scheduler(PagePool& pool, const SchedulerOptions& options, StatePool* states)
+    : pool_(pool), options_(options), states_(states) {
   require(options.max_batch_tokens >= 1 && options.max_seqs >= 1 && options.max_all_logits_rows >= 1 &&
               options.page_size >= 1,
           "the scheduler's limits must be positive");
   options_.max_seqs = std::min(options.max_seqs, options.max_batch_tokens);
+  SHOAL_ASSERT(states == nullptr || (!options.prefix_cache && states->num_slots() >= options_.max_seqs));
   if (options.prefix_cache) {
     tree_.emplace(pool, options.page_size);
   }
@@ -119,7 +121,7 @@ void Scheduler::preempt_youngest() {
     chunks_.erase(planned);
   }
   // Its full pages stay in the prefix tree until somebody needs them, so resuming is often cheap.
-  release_pages(victim);
+  release_memory(victim);
   add(victim);
   ++num_preemptions_;
 }
@@ -140,7 +142,7 @@ void Scheduler::admit_waiting() {
           std::span(sequence.tokens).first(static_cast<size_t>(num_matchable * options_.page_size)), sequence.salt);
       sequence.num_computed = static_cast<int64_t>(sequence.pages.size()) * options_.page_size;
       if (prefix_is_coming(sequence, static_cast<int64_t>(sequence.pages.size()))) {
-        release_pages(sequence);
+        release_memory(sequence);
         if (++num_deferred == options_.max_seqs) {
           return;  // a long queue for one prefix is not compared with it in every step
         }
@@ -149,8 +151,12 @@ void Scheduler::admit_waiting() {
       }
     }
     if (!try_admit(sequence)) {
-      release_pages(sequence);
+      release_memory(sequence);
       return;  // no overtaking: the younger would take the pages that this one waits for
+    }
+    if (states_ != nullptr) {
+      sequence.state_slot = states_->acquire();
+      SHOAL_ASSERT(sequence.state_slot.has_value());  // there are as many as sequences may run
     }
     it = waiting_.erase(it);
     running_.insert(std::ranges::upper_bound(running_, &sequence, is_older), &sequence);
@@ -224,15 +230,19 @@ void Scheduler::mark_computed(const Chunk& chunk) {
 void Scheduler::remove(Sequence& sequence) {
   std::erase(running_, &sequence);
   std::erase(waiting_, &sequence);
-  release_pages(sequence);
+  release_memory(sequence);
 }
 
-void Scheduler::release_pages(Sequence& sequence) {
+void Scheduler::release_memory(Sequence& sequence) {
   for (const PageId page : sequence.pages) {
     pool_.release(page);
   }
   sequence.pages.clear();
   sequence.num_computed = 0;
+  if (sequence.state_slot) {
+    states_->release(*sequence.state_slot);
+    sequence.state_slot.reset();
+  }
 }
 
 }  // namespace shoal

@@ -18,6 +18,7 @@
 
 #include "shoal/state/page_pool.h"
 #include "shoal/state/prefix_tree.h"
+#include "shoal/state/state_pool.h"
 
 namespace shoal {
 
@@ -29,7 +30,8 @@ struct Sequence {
   uint64_t salt = 0;
 
   // The scheduler's.
-  std::vector<PageId> pages;  // of positions [i * page_size, (i + 1) * page_size)
+  std::vector<PageId> pages;            // of positions [i * page_size, (i + 1) * page_size)
+  std::optional<StateSlot> state_slot;  // while running, of a model with states
   int64_t num_computed = 0;
   int64_t num_prefix_hit = -1;  // tokens found in the prefix tree when first admitted; -1: not yet
 
@@ -53,7 +55,9 @@ struct SchedulerOptions {
 
 class Scheduler {
  public:
-  Scheduler(PagePool& pool, const SchedulerOptions& options);
+  // `states`: of a model that has some, with at least max_seqs slots. A prefix is then computed anew, since its pages
+  // alone do not tell the states at its end: prefix_cache must be off.
+  Scheduler(PagePool& pool, const SchedulerOptions& options, StatePool* states = nullptr);
 
   // Whether a sequence that grows to `num_tokens` computed tokens can be served at all.
   bool can_ever_fit(int64_t num_tokens) const;
@@ -87,10 +91,11 @@ class Scheduler {
   void preempt_youngest();
   bool prefix_is_coming(const Sequence& sequence, int64_t num_matched_pages) const;
   int64_t missing_pages(const Sequence& sequence) const;
-  void release_pages(Sequence& sequence);
+  void release_memory(Sequence& sequence);
 
   PagePool& pool_;
   SchedulerOptions options_;
+  StatePool* states_;
   std::optional<PrefixTree> tree_;
   std::vector<Sequence*> running_;  // oldest first
   std::deque<Sequence*> waiting_;   // oldest first; hold no pages

@@ -11,6 +11,7 @@
 #include "shoal/model/experts.h"
 #include "shoal/model/latent_attention.h"
 #include "shoal/model/loader.h"
+#include "shoal/model/short_conv.h"
 #include "shoal/ops/embedding/embedding.h"
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
@@ -24,13 +25,15 @@ struct Block {
   Tensor sinks;  // [num_heads], or absent
   Linear qkv, o;
   std::unique_ptr<LatentAttention> latent;  // in place of qkv
+  std::unique_ptr<ShortConv> conv;          // in place of attention
+  size_t cache_idx = 0;                     // which of the KV layers, or of the states
   Linear gate_up, down;                     // a dense feed-forward,
   std::unique_ptr<Experts> experts;         // or a mixture
 };
 
 // Buffers of a step that live in the workspace.
 struct StepBuffers {
-  TensorView x, h, qkv, attention, projected, gate_up, activated;
+  TensorView x, h, qkv, mixed, projected, gate_up, activated;
 };
 
 class Decoder final : public Model {
@@ -48,14 +51,16 @@ class Decoder final : public Model {
     const int64_t rows = std::max(limits.max_tokens, limits.max_logit_rows);
     size_t scratch = matmul_workspace_bytes(output_.weight, limits.max_logit_rows);
     for (const Block& block : blocks_) {
-      if (!block.latent) {
+      if (block.conv) {
+        scratch = std::max(scratch, block.conv->workspace_bytes(limits.max_tokens, limits.max_tokens));
+      } else if (!block.latent) {
         scratch = std::max(scratch, matmul_workspace_bytes(block.qkv.weight, rows));
       }
       scratch = std::max(scratch, matmul_workspace_bytes(block.o.weight, rows));
       scratch = std::max(scratch, feed_forward_workspace_bytes(block, rows));
     }
     scratch = std::max(scratch, attention_workspace_bytes(limits));
-    const int64_t widths[] = {config_.hidden, config_.hidden,    qkv_width(),  q_width(),
+    const int64_t widths[] = {config_.hidden, config_.hidden,    qkv_width(),  max_mixed_width(),
                               config_.hidden, 2 * dense_hidden_, dense_hidden_};
     size_t total = scratch;
     for (const int64_t width : widths) {
@@ -64,14 +69,15 @@ class Decoder final : public Model {
     return total;
   }
 
-  void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext& context) override {
+  void forward(const Batch& batch, const ModelMemory& memory, const TensorView& logits,
+               const OpContext& context) override {
     const Workspace::Scope scope(*context.workspace);
     const int64_t num_tokens = batch.token_ids.dim(0);
     StepBuffers buffers = take_buffers(num_tokens, *context.workspace);
     embedding({.out = buffers.x, .ids = batch.token_ids, .table = embedding_, .scale = config_.embedding_scale},
               context);
     for (size_t i = 0; i < blocks_.size(); ++i) {
-      attend(i, batch, cache, buffers, context);
+      mix(i, batch, memory, buffers, context);
       if (i + 1 == blocks_.size()) {
         keep_rows(batch.logit_rows, buffers);  // nothing after the last attention looks at other rows
       }
@@ -107,10 +113,6 @@ class Decoder final : public Model {
     info_.hidden = c.hidden;
     info_.vocab_size = c.vocab_size;
     info_.max_positions = c.max_positions;
-    const bool is_latent = c.latent.kv_rank > 0;
-    info_.kv_layers.assign(
-        static_cast<size_t>(c.num_layers),
-        is_latent ? KvLayerShape{1, c.latent.cached_dim(), 0} : KvLayerShape{c.num_kv_heads, c.head_dim, c.head_dim});
     if (options.progress) {
       options.progress(1.0);
     }
@@ -118,40 +120,69 @@ class Decoder final : public Model {
 
   Block load_block(Loader& loader, const DecoderNames& names, int64_t layer_idx) {
     const DecoderConfig& c = config_;
+    const auto norm = [&](const std::string& pattern) {
+      return loader.vector(layer_name(pattern, layer_idx) + ".weight", {c.hidden}, c.norm_offset);
+    };
+    Block block;
+    block.attn_norm = norm(names.attn_norm);
+    block.ffn_norm = norm(names.ffn_norm);
+    if (c.post_norms) {
+      block.post_attn_norm = norm(names.post_attn_norm);
+      block.post_ffn_norm = norm(names.post_ffn_norm);
+    }
+    if (c.layers[static_cast<size_t>(layer_idx)].conv_taps > 0) {
+      load_conv(loader, names, layer_idx, block);
+    } else {
+      load_attention(loader, names, layer_idx, block);
+    }
+    load_feed_forward(loader, names, layer_idx, block);
+    return block;
+  }
+
+  void load_conv(Loader& loader, const DecoderNames& names, int64_t layer_idx, Block& block) {
+    const int64_t num_taps = config_.layers[static_cast<size_t>(layer_idx)].conv_taps;
+    block.conv = std::make_unique<ShortConv>(loader, names.conv, layer_idx, config_.hidden, num_taps);
+    block.o = loader.linear({{layer_name(names.conv_out, layer_idx), config_.hidden}}, config_.hidden);
+    block.cache_idx = info_.state_layers.size();
+    info_.state_layers.push_back(block.conv->state_shape());
+  }
+
+  void load_attention(Loader& loader, const DecoderNames& names, int64_t layer_idx, Block& block) {
+    const DecoderConfig& c = config_;
     const auto name = [&](const std::string& pattern) { return layer_name(pattern, layer_idx); };
     const auto norm = [&](const std::string& pattern, int64_t size) {
       return loader.vector(name(pattern) + ".weight", {size}, c.norm_offset);
     };
-    Block block;
-    block.attn_norm = norm(names.attn_norm, c.hidden);
-    block.ffn_norm = norm(names.ffn_norm, c.hidden);
     if (c.qk_norm != QkNorm::kNone) {
       const bool by_head = c.qk_norm == QkNorm::kHead;
       block.q_norm = norm(names.q_norm, by_head ? c.head_dim : q_width());
       block.k_norm = norm(names.k_norm, by_head ? c.head_dim : kv_width());
     }
-    if (c.post_norms) {
-      block.post_attn_norm = norm(names.post_attn_norm, c.hidden);
-      block.post_ffn_norm = norm(names.post_ffn_norm, c.hidden);
-    }
     if (!names.sinks.empty()) {
       block.sinks = loader.vector(name(names.sinks), {c.num_heads});
     }
+    block.cache_idx = info_.kv_layers.size();
     if (c.latent.kv_rank > 0) {
       block.latent = std::make_unique<LatentAttention>(loader, c.latent, names.latent, layer_idx, c.hidden);
+      info_.kv_layers.push_back({1, c.latent.cached_dim(), 0});
     } else {
       block.qkv = loader.linear({{name(names.q), q_width()}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
                                 c.hidden, c.qkv_bias ? Loader::Bias::kRequired : Loader::Bias::kOptional);
+      info_.kv_layers.push_back({c.num_kv_heads, c.head_dim, c.head_dim});
     }
     block.o = loader.linear({{name(names.o), c.hidden}}, attention_width());
+  }
+
+  void load_feed_forward(Loader& loader, const DecoderNames& names, int64_t layer_idx, Block& block) {
+    const DecoderConfig& c = config_;
+    const auto name = [&](const std::string& pattern) { return layer_name(pattern, layer_idx); };
     if (c.layers[static_cast<size_t>(layer_idx)].has_experts) {
       block.experts = std::make_unique<Experts>(loader, c.experts, names.experts, layer_idx, c.hidden);
-    } else {
-      block.gate_up = loader.linear({{name(names.gate), c.ffn_hidden}, {name(names.up), c.ffn_hidden}}, c.hidden);
-      block.down = loader.linear({{name(names.down), c.hidden}}, c.ffn_hidden);
-      dense_hidden_ = c.ffn_hidden;
+      return;
     }
-    return block;
+    block.gate_up = loader.linear({{name(names.gate), c.ffn_hidden}, {name(names.up), c.ffn_hidden}}, c.hidden);
+    block.down = loader.linear({{name(names.down), c.hidden}}, c.ffn_hidden);
+    dense_hidden_ = c.ffn_hidden;
   }
 
   void make_ropes(const LoadOptions& options) {
@@ -168,6 +199,11 @@ class Decoder final : public Model {
   int64_t kv_width() const { return config_.num_kv_heads * config_.head_dim; }
   int64_t qkv_width() const { return config_.latent.kv_rank > 0 ? 0 : q_width() + 2 * kv_width(); }
   int64_t attention_width() const { return config_.latent.kv_rank > 0 ? config_.latent.output_width() : q_width(); }
+
+  int64_t mixed_width(const Block& block) const { return block.conv ? config_.hidden : attention_width(); }
+  int64_t max_mixed_width() const {
+    return info_.state_layers.empty() ? attention_width() : std::max(attention_width(), config_.hidden);
+  }
 
   static size_t feed_forward_workspace_bytes(const Block& block, int64_t rows) {
     if (block.experts) {
@@ -192,13 +228,16 @@ class Decoder final : public Model {
     batch.slot_mapping = ints({num_tokens});
     StepBuffers buffers;
     buffers.qkv = TensorView(nullptr, DType::kF32, {num_tokens, qkv_width()});
-    buffers.attention = TensorView(nullptr, DType::kF32, {num_tokens, q_width()});
+    buffers.mixed = TensorView(nullptr, DType::kF32, {num_tokens, q_width()});
     // The quantised cache needs most: its scales are unpacked into scratch memory.
     const TensorView scales(nullptr, DType::kF32, {config_.num_kv_heads * config_.head_dim});
     const TensorView pages(nullptr, DType::kI8, {1, kPage, config_.num_kv_heads, config_.head_dim});
     const KvLayer layer{.key = pages, .value = pages, .k_scale = scales, .v_scale = scales};
     size_t num_bytes = 0;
     for (size_t i = 0; i < blocks_.size(); ++i) {
+      if (blocks_[i].conv) {
+        continue;
+      }
       num_bytes = std::max(
           num_bytes, paged_attention_workspace_bytes(attention_args(i, batch, layer, buffers), limits.num_threads));
     }
@@ -214,7 +253,7 @@ class Decoder final : public Model {
     buffers.x = take(config_.hidden);
     buffers.h = take(config_.hidden);
     buffers.qkv = take(qkv_width());
-    buffers.attention = take(attention_width());
+    buffers.mixed = take(max_mixed_width());
     buffers.projected = take(config_.hidden);
     buffers.gate_up = take(2 * dense_hidden_);
     buffers.activated = take(dense_hidden_);
@@ -226,7 +265,7 @@ class Decoder final : public Model {
     const Block& block = blocks_[layer_idx];
     const DecoderLayerConfig& layer_config = config_.layers[layer_idx];
     PagedAttentionArgs args;
-    args.output = buffers.attention;
+    args.output = columns(buffers.mixed, 0, q_width());
     args.query = buffers.qkv;
     args.key_cache = layer.key;
     args.value_cache = layer.value;
@@ -261,17 +300,24 @@ class Decoder final : public Model {
     return args;
   }
 
-  // buffers.attention = attention(norm(x))
-  void attend(size_t layer_idx, const Batch& batch, KvCache& cache, const StepBuffers& buffers,
-              const OpContext& context) const {
+  // buffers.mixed = attention(norm(x)), or what stands in its place
+  void mix(size_t layer_idx, const Batch& batch, const ModelMemory& memory, const StepBuffers& buffers,
+           const OpContext& context) const {
     const Block& block = blocks_[layer_idx];
     if (layer_idx == 0) {
       rms_norm({.out = buffers.h, .x = buffers.x, .weight = block.attn_norm, .eps = config_.norm_eps}, context);
     } else {
       add_and_norm(block.attn_norm, buffers, context);
     }
+    if (block.conv) {
+      block.conv->forward(buffers.h, columns(buffers.mixed, 0, config_.hidden), batch, *memory.states, block.cache_idx,
+                          context);
+      return;
+    }
+    const KvLayer cached = memory.kv.layer(block.cache_idx);
     if (block.latent) {
-      block.latent->forward(buffers.h, buffers.attention, batch, cache.layer(layer_idx), ropes_.front(), context);
+      block.latent->forward(buffers.h, columns(buffers.mixed, 0, attention_width()), batch, cached, ropes_.front(),
+                            context);
       return;
     }
     block.qkv(buffers.h, buffers.qkv, context);
@@ -279,12 +325,12 @@ class Decoder final : public Model {
       norm_in_place(columns(buffers.qkv, 0, q_width()), block.q_norm, context);
       norm_in_place(columns(buffers.qkv, q_width(), kv_width()), block.k_norm, context);
     }
-    paged_attention(attention_args(layer_idx, batch, cache.layer(layer_idx), buffers), context);
+    paged_attention(attention_args(layer_idx, batch, cached, buffers), context);
   }
 
-  // x += [norm] W_o attention; projected = [norm] feed-forward(norm(x))
+  // x += [norm] W_o mixed; projected = [norm] feed-forward(norm(x))
   void finish_block(const Block& block, const StepBuffers& buffers, const OpContext& context) const {
-    block.o(buffers.attention, buffers.projected, context);
+    block.o(columns(buffers.mixed, 0, mixed_width(block)), buffers.projected, context);
     norm_in_place(buffers.projected, block.post_attn_norm, context);
     add_and_norm(block.ffn_norm, buffers, context);
     if (block.experts) {
@@ -331,12 +377,12 @@ class Decoder final : public Model {
     return view;
   }
 
-  // Compacts x and attention to the rows whose logits are wanted; every buffer then has that many rows.
+  // Compacts x and mixed to the rows whose logits are wanted; every buffer then has that many rows.
   static void keep_rows(const TensorView& rows, StepBuffers& buffers) {
     const int64_t num_rows = rows.dim(0);
     // Rows ascend in a batch, so that moving one forward never overwrites a row that is still needed.
     SHOAL_ASSERT(std::is_sorted(rows.as<int32_t>(), rows.as<int32_t>() + num_rows));
-    for (TensorView* buffer : {&buffers.x, &buffers.attention}) {
+    for (TensorView* buffer : {&buffers.x, &buffers.mixed}) {
       const auto width = static_cast<size_t>(buffer->dim(1));
       auto* data = buffer->as<float>();
       for (int64_t i = 0; i < num_rows; ++i) {
@@ -345,7 +391,7 @@ class Decoder final : public Model {
       }
     }
     for (TensorView* buffer :
-         {&buffers.x, &buffers.h, &buffers.attention, &buffers.projected, &buffers.gate_up, &buffers.activated}) {
+         {&buffers.x, &buffers.h, &buffers.mixed, &buffers.projected, &buffers.gate_up, &buffers.activated}) {
       *buffer = buffer->rows(0, num_rows);
     }
   }

@@ -18,13 +18,15 @@
 #include "shoal/model/experts.h"
 #include "shoal/model/latent_attention.h"
 #include "shoal/model/model.h"
+#include "shoal/model/short_conv.h"
 #include "shoal/ops/rope/rope.h"
 
 namespace shoal {
 
 struct DecoderLayerConfig {
-  int64_t window = 0;   // sliding window in tokens, the current one included; 0: global
-  size_t rope_idx = 0;  // which of DecoderConfig::ropes
+  int64_t window = 0;     // sliding window in tokens, the current one included; 0: global
+  size_t rope_idx = 0;    // which of DecoderConfig::ropes
+  int64_t conv_taps = 0;  // of the short convolution in the place of attention; 0: there is attention
   bool has_experts = false;
 };
 
@@ -67,6 +69,8 @@ struct DecoderNames {
   std::string ffn_norm, gate, up, down, post_ffn_norm;
   std::string sinks{};  // a whole name; empty: the family has none
   LatentAttentionNames latent{};
+  ShortConvNames conv{};
+  std::string conv_out{};
   ExpertsNames experts{};
 };
 

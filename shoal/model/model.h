@@ -11,6 +11,7 @@
 
 #include "shoal/ops/context.h"
 #include "shoal/state/kv_cache.h"
+#include "shoal/state/state_pool.h"
 #include "shoal/tensor/tensor.h"
 
 namespace shoal {
@@ -24,6 +25,7 @@ struct Batch {
   TensorView page_table;    // [num_seqs, max_pages] i32, -1: unmapped
   TensorView slot_mapping;  // [num_tokens] i32
   TensorView logit_rows;    // [num_logit_rows] i32: tokens whose logits are wanted
+  TensorView state_slots;   // [num_seqs] i32: slots of the StatePool; absent for a model without states
 };
 
 struct ModelInfo {
@@ -36,6 +38,13 @@ struct ModelInfo {
   int64_t max_positions = 0;  // trained context
   int64_t weight_bytes = 0;   // resident after load
   std::vector<KvLayerShape> kv_layers;
+  std::vector<StateLayerShape> state_layers;  // of convolutions and recurrences; empty: attention is all
+};
+
+// What a step reads and changes beside its batch.
+struct ModelMemory {
+  KvCache& kv;
+  StatePool* states = nullptr;  // with one slot a sequence; null for a model without states
 };
 
 // The largest step that a workspace must serve.
@@ -54,9 +63,10 @@ class Model {
   // Scratch bytes that `forward` needs for every step within the limits.
   virtual size_t workspace_bytes(const StepLimits& limits) const = 0;
 
-  // Appends the batch to the cache and writes logits [num_logit_rows, vocab_size] f32. Rows of a batch do not influence
+  // Appends the batch to the cache, moves the states over it and writes logits [num_logit_rows, vocab_size] f32. Rows of a batch do not influence
   // each other: a row's bits are the same in every batch.
-  virtual void forward(const Batch& batch, KvCache& cache, const TensorView& logits, const OpContext& context) = 0;
+  virtual void forward(const Batch& batch, const ModelMemory& memory, const TensorView& logits,
+                       const OpContext& context) = 0;
 };
 
 struct LoadOptions {

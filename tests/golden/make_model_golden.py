@@ -143,12 +143,36 @@ def families():
                 rope_parameters=rope,
             ),
         )
+    hybrid = {**BASE, **ROPE, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+    yield (
+        "lfm2",
+        transformers.Lfm2Config(
+            **hybrid, conv_L_cache=4, conv_bias=True, block_auto_adjust_ff_dim=True, block_multiple_of=32
+        ),
+    )
+    yield (
+        "lfm2_moe",
+        transformers.Lfm2MoeConfig(
+            **hybrid,
+            conv_L_cache=3,
+            num_dense_layers=1,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            use_expert_bias=True,
+            routed_scaling_factor=1.0,
+        ),
+    )
 
 
 def randomise(model):
     """Random weights large enough that every part of the model changes the logits."""
     generator = torch.Generator().manual_seed(20260101)
-    selection = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    selection = [
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith(("e_score_correction_bias", "expert_bias"))
+    ]
     for name, parameter in [*model.named_parameters(), *selection]:
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:

@@ -156,6 +156,8 @@ nb::dict info_dict(const Engine& engine) {
   dict["num_parameters"] = info.num_parameters;
   dict["weight_bytes"] = info.weight_bytes;
   dict["kv_bytes"] = info.kv_bytes;
+  dict["state_bytes"] = info.state_bytes;
+  dict["prefix_cache"] = info.prefix_cache;
   return dict;
 }
 

@@ -1,0 +1,91 @@
+#include "shoal/model/short_conv.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "shoal/cpu/thread_pool.h"
+#include "shoal/ops/causal_conv/causal_conv.h"
+
+namespace shoal {
+namespace {
+
+TensorView take(std::initializer_list<int64_t> shape, Workspace& workspace) {
+  const auto count = static_cast<size_t>(TensorView(nullptr, DType::kF32, shape).num_elements());
+  return TensorView(workspace.take<float>(count).data(), DType::kF32, shape);
+}
+
+// out = a * b, row by row; rows may be strided.
+void multiply(const TensorView& a, const TensorView& b, const TensorView& out, const OpContext& context) {
+  context.pool->parallel_for(out.dim(0), 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float* x = a.as<float>() + t * a.stride(0);
+      const float* y = b.as<float>() + t * b.stride(0);
+      float* to = out.as<float>() + t * out.stride(0);
+      for (int64_t i = 0; i < out.dim(1); ++i) {
+        to[i] = x[i] * y[i];
+      }
+    }
+  });
+}
+
+}  // namespace
+
+ShortConv::ShortConv(Loader& loader, const ShortConvNames& names, int64_t layer_idx, int64_t hidden, int64_t num_taps)
+    : hidden_(hidden), num_taps_(num_taps) {
+  in_ = loader.linear({{layer_name(names.in, layer_idx), 3 * hidden}}, hidden);
+  const std::string taps = layer_name(names.taps, layer_idx);
+  taps_ = loader.vector(taps + ".weight", {hidden, 1, num_taps});
+  if (loader.has(taps + ".bias")) {
+    bias_ = loader.vector(taps + ".bias", {hidden});
+  }
+}
+
+StateLayerShape ShortConv::state_shape() const {
+  return {.conv_dtype = DType::kF32, .conv_channels = hidden_, .conv_reach = num_taps_ - 1};
+}
+
+size_t ShortConv::workspace_bytes(int64_t num_tokens, int64_t num_seqs) const {
+  const auto bytes = [](int64_t count) { return Workspace::bytes_for<float>(static_cast<size_t>(count)); };
+  return bytes(num_tokens * 3 * hidden_) + bytes(num_tokens * hidden_) + bytes(num_seqs * hidden_ * (num_taps_ - 1)) +
+         matmul_workspace_bytes(in_.weight, num_tokens);
+}
+
+void ShortConv::forward(const TensorView& h, const TensorView& out, const Batch& batch, const StatePool& states,
+                        size_t state_idx, const OpContext& context) const {
+  Workspace& workspace = *context.workspace;
+  const Workspace::Scope scope(workspace);
+  const int64_t num_seqs = batch.past_lens.dim(0);
+  const int64_t reach = num_taps_ - 1;
+  const TensorView projected = take({h.dim(0), 3 * hidden_}, workspace);
+  const TensorView gated = take({h.dim(0), hidden_}, workspace);
+  const TensorView window = take({num_seqs, hidden_, reach}, workspace);
+  const auto third = [&](int64_t i) {
+    TensorView view = projected;
+    view.data = projected.as<float>() + i * hidden_;
+    view.shape[1] = hidden_;
+    return view;
+  };
+  in_(h, projected, context);
+  multiply(third(0), third(2), gated, context);
+  const auto slot = [&](int64_t s) {
+    return states.conv_state(state_idx, batch.state_slots.as<int32_t>()[s]).as<float>();
+  };
+  const int64_t state_size = hidden_ * reach;
+  for (int64_t s = 0; s < num_seqs; ++s) {
+    std::copy_n(slot(s), state_size, window.as<float>() + s * state_size);
+  }
+  varlen_causal_conv_with_state({.output = out,
+                                 .final_state = window,
+                                 .input = gated,
+                                 .weight = taps_,
+                                 .cumulative_sequence_length = batch.cu_q_lens,
+                                 .bias = bias_,
+                                 .initial_state = window},
+                                context);
+  for (int64_t s = 0; s < num_seqs; ++s) {
+    std::copy_n(window.as<float>() + s * state_size, state_size, slot(s));
+  }
+  multiply(third(1), out, out, context);
+}
+
+}  // namespace shoal
