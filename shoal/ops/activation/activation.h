@@ -4,6 +4,7 @@
 //   gelu_tanh  h = 0.5 g (1 + tanh(sqrt(2/pi) (g + 0.044715 g^3))) * v
 //   gelu       h = 0.5 g (1 + erf(g / sqrt 2)) * v
 //   relu       h = max(0, g) * v
+//   sigmoid    h = v / (1 + exp(-g))
 //   clamped    h = g' / (1 + exp(-alpha g')) * (v' + 1),  g' = min(g, limit), v' = v clamped to -limit ... limit
 //
 // Shapes    out, gate, value [num_tokens, width]; gate and value may be the two halves of one [num_tokens, 2 width]
@@ -21,7 +22,7 @@
 
 namespace shoal {
 
-enum class Gate : uint8_t { kSilu, kGeluTanh, kGelu, kRelu, kClamped };
+enum class Gate : uint8_t { kSilu, kGeluTanh, kGelu, kRelu, kSigmoid, kClamped };
 
 struct GatedActivationArgs {
   TensorView out;    // [num_tokens, width]

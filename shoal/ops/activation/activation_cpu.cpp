@@ -45,6 +45,8 @@ SHOAL_INLINE Floats product(const GatedActivationArgs& args, Floats g, Floats v)
     const Floats gate = min(limit, g);
     const Floats value = max(zero() - limit, min(limit, v));
     return times_sigmoid(gate, splat(args.alpha) * gate) * (value + splat(1.0f));
+  } else if constexpr (kKind == Gate::kSigmoid) {
+    return times_sigmoid(v, g);
   } else {
     return gated<kKind>(g) * v;
   }
@@ -75,6 +77,7 @@ static void rows_of_type(const GatedActivationArgs& args, int64_t begin, int64_t
     case Gate::kGeluTanh: rows_of<T, Gate::kGeluTanh>(args, begin, end); break;
     case Gate::kGelu: rows_of<T, Gate::kGelu>(args, begin, end); break;
     case Gate::kRelu: rows_of<T, Gate::kRelu>(args, begin, end); break;
+    case Gate::kSigmoid: rows_of<T, Gate::kSigmoid>(args, begin, end); break;
     case Gate::kClamped: rows_of<T, Gate::kClamped>(args, begin, end); break;
   }
 }

@@ -15,6 +15,7 @@ double gated(Gate kind, double g) {
       return 0.5 * g * (1.0 + std::tanh(std::sqrt(2.0 / std::numbers::pi) * (g + 0.044715 * g * g * g)));
     case Gate::kGelu: return 0.5 * g * std::erfc(-g / std::numbers::sqrt2);  // 1 + erf(a) is erfc(-a) without loss
     case Gate::kRelu: return g < 0.0 ? 0.0 : g;                              // NaN passes
+    case Gate::kSigmoid: return 1.0 / (1.0 + std::exp(-g));
     case Gate::kClamped: break;
   }
   return 0.0;

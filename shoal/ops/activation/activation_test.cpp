@@ -14,7 +14,7 @@ namespace {
 
 using testkit::GuardedTensor;
 
-constexpr Gate kGates[] = {Gate::kSilu, Gate::kGeluTanh, Gate::kGelu, Gate::kRelu, Gate::kClamped};
+constexpr Gate kGates[] = {Gate::kSilu, Gate::kGeluTanh, Gate::kGelu, Gate::kRelu, Gate::kSigmoid, Gate::kClamped};
 
 cpu::ThreadPool& pool() {
   static cpu::ThreadPool pool(2);
@@ -78,10 +78,11 @@ TEST(GatedActivation, ByHand) {
   for (const cpu::Isa isa : cpu::available_isas()) {
     contexts.push_back({.pool = &pool(), .isa = isa});
   }
-  for (const Known& known : {Known{Gate::kSilu, 1.0f, 0.7310585786}, Known{Gate::kSilu, -1.0f, -0.2689414214},
-                             Known{Gate::kGelu, 1.0f, 0.8413447461}, Known{Gate::kGelu, -2.0f, -0.0455002639},
-                             Known{Gate::kGeluTanh, 1.0f, 0.8411919906}, Known{Gate::kGeluTanh, -1.0f, -0.1588080094},
-                             Known{Gate::kRelu, 2.5f, 2.5}, Known{Gate::kRelu, -2.5f, 0.0}}) {
+  for (const Known& known :
+       {Known{Gate::kSilu, 1.0f, 0.7310585786}, Known{Gate::kSilu, -1.0f, -0.2689414214},
+        Known{Gate::kGelu, 1.0f, 0.8413447461}, Known{Gate::kGelu, -2.0f, -0.0455002639},
+        Known{Gate::kGeluTanh, 1.0f, 0.8411919906}, Known{Gate::kGeluTanh, -1.0f, -0.1588080094},
+        Known{Gate::kRelu, 2.5f, 2.5}, Known{Gate::kRelu, -2.5f, 0.0}, Known{Gate::kSigmoid, 1.0f, 0.7310585786}}) {
     for (const OpContext& context : contexts) {
       const auto result = run({DType::kF32, known.kind, 1, 1}, {known.gate}, {3.0f}, context);
       EXPECT_NEAR(result[0], 3.0 * known.result, 1e-6) << static_cast<int>(known.kind) << " of " << known.gate;
@@ -117,7 +118,7 @@ TEST(GatedActivation, EveryInstructionSetAgreesWithTheReference) {
             // absolute error (up to 100 * 2^-24 here) a relative one. 1e-14: the reference itself cancels
             // in 1 + tanh.
             const double rtol = (dtype == DType::kF32 ? 0.0 : 2.0 * testkit::rounding_of(dtype)) +
-                                (kind == Gate::kSilu || kind == Gate::kRelu ? 1e-6 : 1e-5);
+                                (kind == Gate::kSilu || kind == Gate::kRelu || kind == Gate::kSigmoid ? 1e-6 : 1e-5);
             const auto same = testkit::compare(actual, expected, rtol, dtype == DType::kF16 ? 0x1p-24 : 1e-14);
             EXPECT_TRUE(same) << c.name() << ": " << same.text;
           }
