@@ -105,7 +105,8 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, s
   workspace_.reserve(model_->workspace_bytes({.max_tokens = options.max_batch_tokens,
                                               .max_logit_rows = num_rows,
                                               .max_kv_len = round_up(resolved_.max_context, options.page_size),
-                                              .num_threads = threads_->num_threads()}));
+                                              .num_threads = threads_->num_threads(),
+                                              .max_seqs = std::min(options.max_seqs, options.max_batch_tokens)}));
 
   info_.architecture = from.architecture;
   info_.model_name = from.name;

@@ -1,6 +1,7 @@
 #include "shoal/model/config_reader.h"
 
 #include <cmath>
+#include <set>
 
 #include "shoal/base/text.h"
 
@@ -221,6 +222,19 @@ ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, cons
   experts.gate = decoder.gate;
   check_experts(experts);
   return experts;
+}
+
+void read_hf_sparse_layers(const Json& json, DecoderConfig& config) {
+  std::set<int64_t> dense;
+  if (const Json* only = json.find("mlp_only_layers"); only != nullptr && !only->is_null()) {
+    for (const Json& layer : only->as_array("config.json: mlp_only_layers")) {
+      dense.insert(layer.as_int("config.json: mlp_only_layers"));
+    }
+  }
+  const int64_t step = hf_int_or(json, "decoder_sparse_step", 1, 1, 65536);
+  for (int64_t i = 0; i < config.num_layers; ++i) {
+    config.layers[static_cast<size_t>(i)].has_experts = (i + 1) % step == 0 && !dense.contains(i);
+  }
 }
 
 void read_hf_groups(const Json& config, ExpertsConfig& experts) {

@@ -32,6 +32,8 @@ struct HfExpertKeys {
   std::string_view expert_hidden = "moe_intermediate_size";
 };
 ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, const DecoderConfig& decoder);
+// Every decoder_sparse_step-th layer has experts, but for those in mlp_only_layers.
+void read_hf_sparse_layers(const Json& config, DecoderConfig& decoder);
 // Sigmoid routing within groups, and the shared expert, by the keys of deepseek and glm.
 void read_hf_groups(const Json& config, ExpertsConfig& experts);
 

@@ -25,7 +25,7 @@ struct Block {
   Tensor sinks;  // [num_heads], or absent
   Linear qkv, o;
   std::unique_ptr<LatentAttention> latent;  // in place of qkv
-  std::unique_ptr<ShortConv> conv;          // in place of attention
+  std::unique_ptr<StateMixer> states;       // in place of attention
   size_t cache_idx = 0;                     // which of the KV layers, or of the states
   Linear gate_up, down;                     // a dense feed-forward,
   std::unique_ptr<Experts> experts;         // or a mixture
@@ -51,15 +51,17 @@ class Decoder final : public Model {
     const int64_t rows = std::max(limits.max_tokens, limits.max_logit_rows);
     size_t scratch = matmul_workspace_bytes(output_.weight, limits.max_logit_rows);
     for (const Block& block : blocks_) {
-      if (block.conv) {
-        scratch = std::max(scratch, block.conv->workspace_bytes(limits.max_tokens, limits.max_tokens));
+      if (block.states) {
+        scratch = std::max(scratch, block.states->workspace_bytes(limits));
       } else if (!block.latent) {
         scratch = std::max(scratch, matmul_workspace_bytes(block.qkv.weight, rows));
       }
       scratch = std::max(scratch, matmul_workspace_bytes(block.o.weight, rows));
       scratch = std::max(scratch, feed_forward_workspace_bytes(block, rows));
     }
-    scratch = std::max(scratch, attention_workspace_bytes(limits));
+    const int64_t num_gates = config_.attention_gate ? rows * q_width() : 0;
+    scratch = std::max(scratch,
+                       attention_workspace_bytes(limits) + Workspace::bytes_for<float>(static_cast<size_t>(num_gates)));
     const int64_t widths[] = {config_.hidden, config_.hidden,    qkv_width(),  max_mixed_width(),
                               config_.hidden, 2 * dense_hidden_, dense_hidden_};
     size_t total = scratch;
@@ -130,21 +132,25 @@ class Decoder final : public Model {
       block.post_attn_norm = norm(names.post_attn_norm);
       block.post_ffn_norm = norm(names.post_ffn_norm);
     }
-    if (c.layers[static_cast<size_t>(layer_idx)].conv_taps > 0) {
-      load_conv(loader, names, layer_idx, block);
-    } else {
+    if (c.layers[static_cast<size_t>(layer_idx)].mixer == Mixer::kAttention) {
       load_attention(loader, names, layer_idx, block);
+    } else {
+      load_state_mixer(loader, names, layer_idx, block);
     }
     load_feed_forward(loader, names, layer_idx, block);
     return block;
   }
 
-  void load_conv(Loader& loader, const DecoderNames& names, int64_t layer_idx, Block& block) {
-    const int64_t num_taps = config_.layers[static_cast<size_t>(layer_idx)].conv_taps;
-    block.conv = std::make_unique<ShortConv>(loader, names.conv, layer_idx, config_.hidden, num_taps);
-    block.o = loader.linear({{layer_name(names.conv_out, layer_idx), config_.hidden}}, config_.hidden);
+  void load_state_mixer(Loader& loader, const DecoderNames& names, int64_t layer_idx, Block& block) {
+    const DecoderConfig& c = config_;
+    if (c.layers[static_cast<size_t>(layer_idx)].mixer == Mixer::kShortConv) {
+      block.states = std::make_unique<ShortConv>(loader, names.conv, layer_idx, c.hidden, c.conv_taps);
+    } else {
+      block.states = std::make_unique<DeltaNet>(loader, c.delta_net, names.delta_net, layer_idx, c.hidden);
+    }
+    block.o = loader.linear({{layer_name(names.mixer_out, layer_idx), c.hidden}}, block.states->width());
     block.cache_idx = info_.state_layers.size();
-    info_.state_layers.push_back(block.conv->state_shape());
+    info_.state_layers.push_back(block.states->state_shape());
   }
 
   void load_attention(Loader& loader, const DecoderNames& names, int64_t layer_idx, Block& block) {
@@ -166,7 +172,8 @@ class Decoder final : public Model {
       block.latent = std::make_unique<LatentAttention>(loader, c.latent, names.latent, layer_idx, c.hidden);
       info_.kv_layers.push_back({1, c.latent.cached_dim(), 0});
     } else {
-      block.qkv = loader.linear({{name(names.q), q_width()}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
+      const int64_t q_rows = c.attention_gate ? 2 * q_width() : q_width();
+      block.qkv = loader.linear({{name(names.q), q_rows}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
                                 c.hidden, c.qkv_bias ? Loader::Bias::kRequired : Loader::Bias::kOptional);
       info_.kv_layers.push_back({c.num_kv_heads, c.head_dim, c.head_dim});
     }
@@ -197,12 +204,18 @@ class Decoder final : public Model {
 
   int64_t q_width() const { return config_.num_heads * config_.head_dim; }
   int64_t kv_width() const { return config_.num_kv_heads * config_.head_dim; }
-  int64_t qkv_width() const { return config_.latent.kv_rank > 0 ? 0 : q_width() + 2 * kv_width(); }
+  int64_t qkv_width() const {
+    return config_.latent.kv_rank > 0 ? 0 : (config_.attention_gate ? 2 : 1) * q_width() + 2 * kv_width();
+  }
   int64_t attention_width() const { return config_.latent.kv_rank > 0 ? config_.latent.output_width() : q_width(); }
 
-  int64_t mixed_width(const Block& block) const { return block.conv ? config_.hidden : attention_width(); }
+  int64_t mixed_width(const Block& block) const { return block.states ? block.states->width() : attention_width(); }
   int64_t max_mixed_width() const {
-    return info_.state_layers.empty() ? attention_width() : std::max(attention_width(), config_.hidden);
+    int64_t width = 0;
+    for (const Block& block : blocks_) {
+      width = std::max(width, mixed_width(block));
+    }
+    return width;
   }
 
   static size_t feed_forward_workspace_bytes(const Block& block, int64_t rows) {
@@ -235,7 +248,7 @@ class Decoder final : public Model {
     const KvLayer layer{.key = pages, .value = pages, .k_scale = scales, .v_scale = scales};
     size_t num_bytes = 0;
     for (size_t i = 0; i < blocks_.size(); ++i) {
-      if (blocks_[i].conv) {
+      if (blocks_[i].states) {
         continue;
       }
       num_bytes = std::max(
@@ -267,6 +280,11 @@ class Decoder final : public Model {
     PagedAttentionArgs args;
     args.output = columns(buffers.mixed, 0, q_width());
     args.query = buffers.qkv;
+    if (config_.attention_gate) {
+      args.query = columns(buffers.qkv, 0, q_width());
+      args.key = columns(buffers.qkv, 2 * q_width(), kv_width());
+      args.value = columns(buffers.qkv, 2 * q_width() + kv_width(), kv_width());
+    }
     args.key_cache = layer.key;
     args.value_cache = layer.value;
     args.cumulative_sequence_length = batch.cu_q_lens;
@@ -309,9 +327,9 @@ class Decoder final : public Model {
     } else {
       add_and_norm(block.attn_norm, buffers, context);
     }
-    if (block.conv) {
-      block.conv->forward(buffers.h, columns(buffers.mixed, 0, config_.hidden), batch, *memory.states, block.cache_idx,
-                          context);
+    if (block.states) {
+      block.states->forward(buffers.h, columns(buffers.mixed, 0, block.states->width()), batch, *memory.states,
+                            block.cache_idx, context);
       return;
     }
     const KvLayer cached = memory.kv.layer(block.cache_idx);
@@ -325,7 +343,35 @@ class Decoder final : public Model {
       norm_in_place(columns(buffers.qkv, 0, q_width()), block.q_norm, context);
       norm_in_place(columns(buffers.qkv, q_width(), kv_width()), block.k_norm, context);
     }
-    paged_attention(attention_args(layer_idx, batch, cached, buffers), context);
+    const Workspace::Scope scope(*context.workspace);
+    TensorView gates;
+    if (config_.attention_gate) {
+      gates = take_gates(buffers.qkv, context);
+    }
+    const PagedAttentionArgs args = attention_args(layer_idx, batch, cached, buffers);
+    paged_attention(args, context);
+    if (config_.attention_gate) {
+      gated_activation({.out = args.output, .gate = gates, .value = args.output, .kind = Gate::kSigmoid}, context);
+    }
+  }
+
+  // The gates that stand between the heads of q; the heads close up.
+  TensorView take_gates(const TensorView& qkv, const OpContext& context) const {
+    const int64_t num_tokens = qkv.dim(0);
+    const auto head_dim = static_cast<size_t>(config_.head_dim);
+    const TensorView gates(context.workspace->take<float>(static_cast<size_t>(num_tokens * q_width())).data(),
+                           DType::kF32, {num_tokens, q_width()});
+    context.pool->parallel_for(num_tokens, 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t t = begin; t < end; ++t) {
+        float* row = qkv.as<float>() + t * qkv.stride(0);
+        float* gate = gates.as<float>() + t * q_width();
+        for (size_t h = 0; h < static_cast<size_t>(config_.num_heads); ++h) {
+          std::memcpy(gate + h * head_dim, row + (2 * h + 1) * head_dim, head_dim * sizeof(float));
+          std::memmove(row + h * head_dim, row + 2 * h * head_dim, head_dim * sizeof(float));
+        }
+      }
+    });
+    return gates;
   }
 
   // x += [norm] W_o mixed; projected = [norm] feed-forward(norm(x))

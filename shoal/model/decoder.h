@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "shoal/io/weights.h"
+#include "shoal/model/delta_net.h"
 #include "shoal/model/experts.h"
 #include "shoal/model/latent_attention.h"
 #include "shoal/model/model.h"
@@ -23,10 +24,12 @@
 
 namespace shoal {
 
+enum class Mixer : uint8_t { kAttention, kShortConv, kDeltaNet };
+
 struct DecoderLayerConfig {
-  int64_t window = 0;     // sliding window in tokens, the current one included; 0: global
-  size_t rope_idx = 0;    // which of DecoderConfig::ropes
-  int64_t conv_taps = 0;  // of the short convolution in the place of attention; 0: there is attention
+  int64_t window = 0;   // sliding window in tokens, the current one included; 0: global
+  size_t rope_idx = 0;  // which of DecoderConfig::ropes
+  Mixer mixer = Mixer::kAttention;
   bool has_experts = false;
 };
 
@@ -57,6 +60,9 @@ struct DecoderConfig {
   Gate gate = Gate::kSilu;
   std::vector<RopeConfig> ropes;  // by DecoderLayerConfig::rope_idx
   std::vector<DecoderLayerConfig> layers;
+  bool attention_gate = false;  // q's rows are [q, gate] of each head; attention times the gate's sigmoid
+  int64_t conv_taps = 0;        // of Mixer::kShortConv
+  DeltaNetConfig delta_net;
   LatentAttentionConfig latent;  // in the place of heads with keys and values of their own
   ExpertsConfig experts;         // of the layers that have them
   io::CheckpointScheme scheme;
@@ -70,7 +76,8 @@ struct DecoderNames {
   std::string sinks{};  // a whole name; empty: the family has none
   LatentAttentionNames latent{};
   ShortConvNames conv{};
-  std::string conv_out{};
+  DeltaNetNames delta_net{};
+  std::string mixer_out{};  // of layers without attention
   ExpertsNames experts{};
 };
 

@@ -18,13 +18,13 @@ void read_layers(const Json& json, DecoderConfig& config) {
     fail(ErrorCode::kModelFormat, "config.json: \"layer_types\" does not have an entry for each of the ",
          config.layers.size(), " layers");
   }
-  const int64_t num_taps = hf_int(json, "conv_L_cache", 2, 64);
+  config.conv_taps = hf_int(json, "conv_L_cache", 2, 64);
   for (size_t i = 0; i < config.layers.size(); ++i) {
     const std::string& type = types->as_array("layer_types")[i].as_string("config.json: layer_types");
     if (type != "conv" && type != "full_attention") {
       fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(type), "\" is not supported");
     }
-    config.layers[i].conv_taps = type == "conv" ? num_taps : 0;
+    config.layers[i].mixer = type == "conv" ? Mixer::kShortConv : Mixer::kAttention;
   }
 }
 
@@ -65,7 +65,7 @@ DecoderNames names_of(const std::string& prefix) {
   names.q_norm = layer + "self_attn.q_layernorm";
   names.k_norm = layer + "self_attn.k_layernorm";
   names.conv = {.in = layer + "conv.in_proj", .taps = layer + "conv.conv"};
-  names.conv_out = layer + "conv.out_proj";
+  names.mixer_out = layer + "conv.out_proj";
   names.gate = forward + "w1";
   names.up = forward + "w3";
   names.down = forward + "w2";

@@ -53,6 +53,7 @@ struct StepLimits {
   int64_t max_logit_rows = 0;
   int64_t max_kv_len = 0;  // columns of the page table times the page size
   int num_threads = 1;
+  int64_t max_seqs = 1;  // at most max_tokens count
 };
 
 class Model {

@@ -29,5 +29,6 @@ extern const Architecture kLfm2;     // also lfm2_moe
 extern const Architecture kMixtral;  // also MiniMax-M2
 extern const Architecture kOlmoe;
 extern const Architecture kQwen3Moe;
+extern const Architecture kQwen3Next;
 
 }  // namespace shoal

@@ -1,8 +1,5 @@
 #include "shoal/model/short_conv.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/ops/causal_conv/causal_conv.h"
 
@@ -44,21 +41,20 @@ StateLayerShape ShortConv::state_shape() const {
   return {.conv_dtype = DType::kF32, .conv_channels = hidden_, .conv_reach = num_taps_ - 1};
 }
 
-size_t ShortConv::workspace_bytes(int64_t num_tokens, int64_t num_seqs) const {
+size_t ShortConv::workspace_bytes(const StepLimits& limits) const {
+  const int64_t num_tokens = limits.max_tokens;
   const auto bytes = [](int64_t count) { return Workspace::bytes_for<float>(static_cast<size_t>(count)); };
-  return bytes(num_tokens * 3 * hidden_) + bytes(num_tokens * hidden_) + bytes(num_seqs * hidden_ * (num_taps_ - 1)) +
-         matmul_workspace_bytes(in_.weight, num_tokens);
+  return bytes(num_tokens * 3 * hidden_) + bytes(num_tokens * hidden_) +
+         SlotRows::workspace_bytes(limits, hidden_ * (num_taps_ - 1)) + matmul_workspace_bytes(in_.weight, num_tokens);
 }
 
 void ShortConv::forward(const TensorView& h, const TensorView& out, const Batch& batch, const StatePool& states,
                         size_t state_idx, const OpContext& context) const {
   Workspace& workspace = *context.workspace;
   const Workspace::Scope scope(workspace);
-  const int64_t num_seqs = batch.past_lens.dim(0);
-  const int64_t reach = num_taps_ - 1;
   const TensorView projected = take({h.dim(0), 3 * hidden_}, workspace);
   const TensorView gated = take({h.dim(0), hidden_}, workspace);
-  const TensorView window = take({num_seqs, hidden_, reach}, workspace);
+  const SlotRows window(batch, workspace, [&](StateSlot slot) { return states.conv_state(state_idx, slot); });
   const auto third = [&](int64_t i) {
     TensorView view = projected;
     view.data = projected.as<float>() + i * hidden_;
@@ -67,24 +63,15 @@ void ShortConv::forward(const TensorView& h, const TensorView& out, const Batch&
   };
   in_(h, projected, context);
   multiply(third(0), third(2), gated, context);
-  const auto slot = [&](int64_t s) {
-    return states.conv_state(state_idx, batch.state_slots.as<int32_t>()[s]).as<float>();
-  };
-  const int64_t state_size = hidden_ * reach;
-  for (int64_t s = 0; s < num_seqs; ++s) {
-    std::copy_n(slot(s), state_size, window.as<float>() + s * state_size);
-  }
   varlen_causal_conv_with_state({.output = out,
-                                 .final_state = window,
+                                 .final_state = window.rows(),
                                  .input = gated,
                                  .weight = taps_,
                                  .cumulative_sequence_length = batch.cu_q_lens,
                                  .bias = bias_,
-                                 .initial_state = window},
+                                 .initial_state = window.rows()},
                                 context);
-  for (int64_t s = 0; s < num_seqs; ++s) {
-    std::copy_n(window.as<float>() + s * state_size, state_size, slot(s));
-  }
+  window.store();
   multiply(third(1), out, out, context);
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "shoal/model/loader.h"
+#include "shoal/model/state_mixer.h"
 
 namespace shoal {
 
@@ -16,16 +17,15 @@ struct ShortConvNames {
   std::string taps{};  // stem of the weight [hidden, 1, K], optionally with a bias
 };
 
-class ShortConv {
+class ShortConv final : public StateMixer {
  public:
   ShortConv(Loader& loader, const ShortConvNames& names, int64_t layer_idx, int64_t hidden, int64_t num_taps);
 
-  StateLayerShape state_shape() const;
-  size_t workspace_bytes(int64_t num_tokens, int64_t num_seqs) const;
-
-  // out, h [num_tokens, hidden] f32.
+  int64_t width() const override { return hidden_; }
+  StateLayerShape state_shape() const override;
+  size_t workspace_bytes(const StepLimits& limits) const override;
   void forward(const TensorView& h, const TensorView& out, const Batch& batch, const StatePool& states,
-               size_t state_idx, const OpContext& context) const;
+               size_t state_idx, const OpContext& context) const override;
 
  private:
   int64_t hidden_, num_taps_;

@@ -163,6 +163,26 @@ def families():
             routed_scaling_factor=1.0,
         ),
     )
+    yield (
+        "qwen3_next",
+        transformers.Qwen3NextConfig(
+            **{**BASE, **ROPE, "num_hidden_layers": 4},
+            head_dim=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=24,
+            linear_conv_kernel_dim=4,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+            mlp_only_layers=[1],
+            norm_topk_prob=True,
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        ),
+    )
 
 
 def randomise(model):

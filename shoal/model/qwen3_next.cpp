@@ -1,0 +1,89 @@
+// qwen3_next: gated delta nets in three layers of four, attention with an output gate in the fourth, experts with a gated
+// shared one; norms stored less one, heads partly rotated.
+#include <array>
+
+#include "shoal/base/text.h"
+#include "shoal/model/config_reader.h"
+#include "shoal/model/decoder.h"
+#include "shoal/model/registry.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::array<std::string_view, 1> kHfNames{"qwen3_next"};
+
+void read_layers(const Json& json, DecoderConfig& config) {
+  const Json* types = json.find("layer_types");
+  if (types != nullptr && !types->is_null() &&
+      types->as_array("config.json: layer_types").size() != config.layers.size()) {
+    fail(ErrorCode::kModelFormat, "config.json: \"layer_types\" does not have an entry for each of the ",
+         config.layers.size(), " layers");
+  }
+  const int64_t interval = hf_int_or(json, "full_attention_interval", 4, 1, 4096);
+  for (size_t i = 0; i < config.layers.size(); ++i) {
+    std::string type = static_cast<int64_t>(i + 1) % interval == 0 ? "full_attention" : "linear_attention";
+    if (types != nullptr && !types->is_null()) {
+      type = types->as_array("layer_types")[i].as_string("config.json: layer_types");
+    }
+    if (type != "linear_attention" && type != "full_attention") {
+      fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(type), "\" is not supported");
+    }
+    config.layers[i].mixer = type == "full_attention" ? Mixer::kAttention : Mixer::kDeltaNet;
+  }
+}
+
+DeltaNetConfig read_delta_net(const Json& json, const DecoderConfig& decoder) {
+  DeltaNetConfig c;
+  c.num_key_heads = hf_int(json, "linear_num_key_heads", 1, 4096);
+  c.num_value_heads = hf_int(json, "linear_num_value_heads", 1, 4096);
+  c.key_dim = hf_int(json, "linear_key_head_dim", 1, 4096);
+  c.value_dim = hf_int(json, "linear_value_head_dim", 1, 4096);
+  c.num_taps = hf_int(json, "linear_conv_kernel_dim", 2, 64);
+  c.norm_eps = decoder.norm_eps;
+  if (c.num_value_heads % c.num_key_heads != 0) {
+    fail(ErrorCode::kModelFormat, "config.json: ", c.num_value_heads, " value heads are not a multiple of ",
+         c.num_key_heads, " key heads");
+  }
+  return c;
+}
+
+DecoderNames names_of(const std::string& prefix) {
+  DecoderNames names = hf_decoder_names(prefix);
+  const std::string mixer = prefix + "layers.{}.linear_attn.";
+  const std::string mlp = prefix + "layers.{}.mlp.";
+  names.delta_net = {.qkvz = mixer + "in_proj_qkvz",
+                     .ba = mixer + "in_proj_ba",
+                     .conv = mixer + "conv1d",
+                     .norm = mixer + "norm",
+                     .a_log = mixer + "A_log",
+                     .dt_bias = mixer + "dt_bias"};
+  names.mixer_out = mixer + "out_proj";
+  names.experts.shared_gate_proj = mlp + "shared_expert.gate_proj";
+  names.experts.shared_up = mlp + "shared_expert.up_proj";
+  names.experts.shared_down = mlp + "shared_expert.down_proj";
+  names.experts.shared_gate = mlp + "shared_expert_gate";
+  return names;
+}
+
+std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const LoadOptions& options,
+                               const OpContext& context) {
+  const Json& json = folder->config();
+  DecoderConfig config = read_hf_config(json);
+  config.norm_offset = 1.0f;
+  config.qk_norm = QkNorm::kHead;
+  config.attention_gate = true;
+  read_layers(json, config);
+  config.delta_net = read_delta_net(json, config);
+  config.experts = read_hf_experts(json, {}, config);
+  config.experts.normalize = hf_bool_or(json, "norm_topk_prob", true);
+  config.experts.shared_hidden = hf_int(json, "shared_expert_intermediate_size", 1, 1 << 24);
+  read_hf_sparse_layers(json, config);
+  const DecoderNames names = names_of(hf_tensor_prefix(*folder));
+  return make_decoder(std::move(config), names, std::move(folder), options, context);
+}
+
+}  // namespace
+
+const Architecture kQwen3Next{{}, kHfNames, nullptr, from_hf};
+
+}  // namespace shoal
