@@ -1,7 +1,10 @@
 #include "shoal/model/config_reader.h"
 
+#include <algorithm>
 #include <cmath>
 #include <set>
+#include <variant>
+#include <vector>
 
 #include "shoal/base/text.h"
 
@@ -40,6 +43,26 @@ double positive(double value, std::string_view what) {
     fail(ErrorCode::kModelFormat, what, " is ", value, ", expected a positive number");
   }
   return value;
+}
+
+// One number, or one a layer, of which those without attention have 0.
+int64_t read_gguf_kv_heads(const io::GgufFile& file, const std::string& key, int64_t num_heads) {
+  const io::GgufValue* value = file.find_value(key);
+  if (value == nullptr || !std::holds_alternative<std::vector<int64_t>>(*value)) {
+    return gguf_int_or(file, key, num_heads, 1, num_heads);
+  }
+  int64_t num_kv_heads = 0;
+  for (const int64_t count : std::get<std::vector<int64_t>>(*value)) {
+    if (count < 0 || count > num_heads || (count > 0 && num_kv_heads > 0 && count != num_kv_heads)) {
+      fail(ErrorCode::kUnsupported, "metadata \"", printable(key), "\" holds ", count,
+           "; layers of different numbers of heads are not supported");
+    }
+    num_kv_heads = std::max(num_kv_heads, count);
+  }
+  if (num_kv_heads == 0) {
+    fail(ErrorCode::kModelFormat, "metadata \"", printable(key), "\" has no layer with heads");
+  }
+  return num_kv_heads;
 }
 
 RopeConfig read_gguf_rope(const io::GgufFile& file, const std::string& arch, int64_t head_dim) {
@@ -119,7 +142,7 @@ DecoderConfig read_gguf_config(const io::GgufFile& file) {
   c.ffn_hidden = gguf_int(file, key("feed_forward_length"), 1, kMaxWidth);
   c.max_positions = gguf_int(file, key("context_length"), 1, kMaxPositions);
   c.num_heads = gguf_int(file, key("attention.head_count"), 1, 65536);
-  c.num_kv_heads = gguf_int_or(file, key("attention.head_count_kv"), c.num_heads, 1, c.num_heads);
+  c.num_kv_heads = read_gguf_kv_heads(file, key("attention.head_count_kv"), c.num_heads);
   c.head_dim = gguf_int_or(file, key("attention.key_length"), c.hidden / c.num_heads, 1, 4096);
   if (gguf_int_or(file, key("attention.value_length"), c.head_dim, 1, 4096) != c.head_dim) {
     fail(ErrorCode::kUnsupported, c.architecture, ": keys and values of different size are not supported");

@@ -1,5 +1,5 @@
 // lfm2 and lfm2_moe: short convolutions in most layers, attention with norms of the heads in the others; feed-forwards
-// dense, or behind the first layers experts with sigmoid routing and a selection bias.
+// dense, or behind the first layers experts with sigmoid routing and a selection bias. From GGUF: lfm2.
 #include <array>
 
 #include "shoal/base/text.h"
@@ -10,7 +10,27 @@
 namespace shoal {
 namespace {
 
+constexpr std::array<std::string_view, 1> kGgufNames{"lfm2"};
 constexpr std::array<std::string_view, 2> kHfNames{"lfm2", "lfm2_moe"};
+
+std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadOptions& options,
+                                 const OpContext& context) {
+  DecoderConfig config = read_gguf_config(*file);
+  config.qk_norm = QkNorm::kHead;
+  config.conv_taps = file->get_int("lfm2.shortconv.l_cache");
+  if (config.conv_taps < 2 || config.conv_taps > 64) {
+    fail(ErrorCode::kModelFormat, "metadata \"lfm2.shortconv.l_cache\" is ", config.conv_taps, ", expected 2 to 64");
+  }
+  for (size_t i = 0; i < config.layers.size(); ++i) {
+    const bool has_conv = file->find("blk." + std::to_string(i) + ".shortconv.conv.weight") != nullptr;
+    config.layers[i].mixer = has_conv ? Mixer::kShortConv : Mixer::kAttention;
+  }
+  DecoderNames names = gguf_decoder_names();
+  names.output_norm = "token_embd_norm";
+  names.conv = {.in = "blk.{}.shortconv.in_proj", .taps = "blk.{}.shortconv.conv", .is_flat = true};
+  names.mixer_out = "blk.{}.shortconv.out_proj";
+  return make_decoder(std::move(config), names, std::move(file), options, context);
+}
 
 void read_layers(const Json& json, DecoderConfig& config) {
   const Json* types = json.find("layer_types");
@@ -64,7 +84,7 @@ DecoderNames names_of(const std::string& prefix) {
   names.o = layer + "self_attn.out_proj";
   names.q_norm = layer + "self_attn.q_layernorm";
   names.k_norm = layer + "self_attn.k_layernorm";
-  names.conv = {.in = layer + "conv.in_proj", .taps = layer + "conv.conv"};
+  names.conv = {.in = layer + "conv.in_proj", .taps = layer + "conv.conv", .is_flat = false};
   names.mixer_out = layer + "conv.out_proj";
   names.gate = forward + "w1";
   names.up = forward + "w3";
@@ -93,6 +113,6 @@ std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const Lo
 
 }  // namespace
 
-const Architecture kLfm2{{}, kHfNames, nullptr, from_hf};
+const Architecture kLfm2{kGgufNames, kHfNames, from_gguf, from_hf};
 
 }  // namespace shoal

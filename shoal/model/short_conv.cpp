@@ -31,7 +31,8 @@ ShortConv::ShortConv(Loader& loader, const ShortConvNames& names, int64_t layer_
     : hidden_(hidden), num_taps_(num_taps) {
   in_ = loader.linear({{layer_name(names.in, layer_idx), 3 * hidden}}, hidden);
   const std::string taps = layer_name(names.taps, layer_idx);
-  taps_ = loader.vector(taps + ".weight", {hidden, 1, num_taps});
+  taps_ = names.is_flat ? loader.vector(taps + ".weight", {hidden, num_taps})
+                        : loader.vector(taps + ".weight", {hidden, 1, num_taps});
   if (loader.has(taps + ".bias")) {
     bias_ = loader.vector(taps + ".bias", {hidden});
   }
@@ -66,7 +67,7 @@ void ShortConv::forward(const TensorView& h, const TensorView& out, const Batch&
   varlen_causal_conv_with_state({.output = out,
                                  .final_state = window.rows(),
                                  .input = gated,
-                                 .weight = taps_,
+                                 .weight = TensorView(taps_.view().data, DType::kF32, {hidden_, 1, num_taps_}),
                                  .cumulative_sequence_length = batch.cu_q_lens,
                                  .bias = bias_,
                                  .initial_state = window.rows()},

@@ -13,8 +13,9 @@
 namespace shoal {
 
 struct ShortConvNames {
-  std::string in{};    // stem
-  std::string taps{};  // stem of the weight [hidden, 1, K], optionally with a bias
+  std::string in{};      // stem
+  std::string taps{};    // stem of the weight [hidden, 1, K], optionally with a bias
+  bool is_flat = false;  // the weight is [hidden, K]
 };
 
 class ShortConv final : public StateMixer {

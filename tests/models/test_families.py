@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "olmoe": "olmoe",
     "gpt_oss": "gpt-oss",
+    "lfm2": "lfm2",
 }
 GREEDY = shoal.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 MARGIN = 1e-3

@@ -33,6 +33,23 @@ GEMMA3_NAMES = {
     "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
 }
+LFM2_NAMES = {
+    **{name: hf for name, hf in NAMES.items() if not name.startswith("blk.{}.ffn")},
+    "token_embd_norm.weight": "model.embedding_norm.weight",
+    "blk.{}.attn_norm.weight": "model.layers.{}.operator_norm.weight",
+    "blk.{}.attn_output.weight": "model.layers.{}.self_attn.out_proj.weight",
+    "blk.{}.attn_q_norm.weight": "model.layers.{}.self_attn.q_layernorm.weight",
+    "blk.{}.attn_k_norm.weight": "model.layers.{}.self_attn.k_layernorm.weight",
+    "blk.{}.ffn_norm.weight": "model.layers.{}.ffn_norm.weight",
+    "blk.{}.ffn_gate.weight": "model.layers.{}.feed_forward.w1.weight",
+    "blk.{}.ffn_up.weight": "model.layers.{}.feed_forward.w3.weight",
+    "blk.{}.ffn_down.weight": "model.layers.{}.feed_forward.w2.weight",
+    **{
+        f"blk.{{}}.shortconv.{name}.{part}": f"model.layers.{{}}.conv.{name}.{part}"
+        for name in ("conv", "in_proj", "out_proj")
+        for part in ("weight", "bias")
+    },
+}
 GPT_OSS_NAMES = {
     **{name: hf for name, hf in NAMES.items() if not name.startswith("blk.{}.ffn_norm")},
     "blk.{}.attn_output.bias": "model.layers.{}.self_attn.o_proj.bias",
@@ -106,12 +123,17 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    w1 = tensors.get("model.layers.0.feed_forward.w1.weight")  # lfm2's config does not give the width itself
+    writer.add_feed_forward_length(config["intermediate_size"] if w1 is None else len(w1))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    if architecture == "lfm2":
+        writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    else:
+        writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config["rms_norm_eps"])
     rope = config["rope_parameters"]
     if architecture == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
@@ -130,7 +152,7 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     if architecture == "gpt-oss":
         writer.add_sliding_window(config["sliding_window"])
-    names = {"gemma3": GEMMA3_NAMES, "gpt-oss": GPT_OSS_NAMES}.get(architecture, NAMES)
+    names = {"gemma3": GEMMA3_NAMES, "gpt-oss": GPT_OSS_NAMES, "lfm2": LFM2_NAMES}.get(architecture, NAMES)
     for pattern, hf_pattern in names.items():
         layers = range(config["num_hidden_layers"]) if "{}" in pattern else [0]
         for layer in layers:
@@ -138,6 +160,8 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
             if value is None:
                 continue
             value = np.asarray(value, dtype=np.float32)
+            if name.endswith("shortconv.conv.weight"):
+                value = value.squeeze(1)
             if architecture == "gemma3" and "norm" in name:
                 value = value + 1
             if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
