@@ -168,7 +168,7 @@ DecoderConfig read_hf_config(const Json& config) {
   c.scheme = io::CheckpointScheme(config);
   c.num_layers = hf_int(config, "num_hidden_layers", 1, kMaxLayers);
   c.hidden = hf_int(config, "hidden_size", 1, kMaxWidth);
-  c.ffn_hidden = hf_int(config, "intermediate_size", 1, kMaxWidth);
+  c.ffn_hidden = hf_int_or(config, "intermediate_size", 0, 1, kMaxWidth);  // mixtures may have no dense layer
   c.vocab_size = hf_int(config, "vocab_size", 1, kMaxWidth);
   c.max_positions = hf_int_or(config, "max_position_embeddings", 2048, 1, kMaxPositions);
   c.num_heads = hf_int(config, "num_attention_heads", 1, 65536);

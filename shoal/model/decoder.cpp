@@ -187,6 +187,9 @@ class Decoder final : public Model {
       block.experts = std::make_unique<Experts>(loader, c.experts, names.experts, layer_idx, c.hidden);
       return;
     }
+    if (c.ffn_hidden == 0) {
+      fail(ErrorCode::kModelFormat, "config.json: \"intermediate_size\" is missing");
+    }
     block.gate_up = loader.linear({{name(names.gate), c.ffn_hidden}, {name(names.up), c.ffn_hidden}}, c.hidden);
     block.down = loader.linear({{name(names.down), c.hidden}}, c.ffn_hidden);
     dense_hidden_ = c.ffn_hidden;

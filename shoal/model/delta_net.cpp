@@ -21,10 +21,16 @@ TensorView columns_of(const TensorView& matrix, int64_t width) {
 
 DeltaNet::DeltaNet(Loader& loader, const DeltaNetConfig& config, const DeltaNetNames& names, int64_t layer_idx,
                    int64_t hidden)
-    : config_(config) {
+    : config_(config), is_by_key_head_(!names.qkvz.empty()) {
   const auto name = [&](const std::string& pattern) { return layer_name(pattern, layer_idx); };
-  qkvz_ = loader.linear({{name(names.qkvz), config.conv_width() + config.value_width()}}, hidden);
-  ba_ = loader.exact_linear({name(names.ba), 2 * config.num_value_heads}, hidden);
+  if (is_by_key_head_) {
+    qkvz_ = loader.linear({{name(names.qkvz), config.conv_width() + config.value_width()}}, hidden);
+    ba_ = loader.exact_linear({{name(names.ba), 2 * config.num_value_heads}}, hidden);
+  } else {
+    qkvz_ = loader.linear({{name(names.qkv), config.conv_width()}, {name(names.z), config.value_width()}}, hidden);
+    ba_ =
+        loader.exact_linear({{name(names.b), config.num_value_heads}, {name(names.a), config.num_value_heads}}, hidden);
+  }
   taps_ = loader.vector(name(names.conv) + ".weight", {config.conv_width(), 1, config.num_taps});
   norm_ = loader.vector(name(names.norm) + ".weight", {config.value_dim});
   a_log_ = loader.vector(name(names.a_log), {config.num_value_heads});
@@ -88,10 +94,13 @@ size_t DeltaNet::workspace_bytes(const StepLimits& limits) const {
                    gated_delta_net_workspace_bytes(args, limits.num_threads)});
 }
 
-// From a key head's [q, k, v, z] and [b, a] to all heads of each.
+// To all heads of q, k, v, of z, of b and of a; from a key head's [q, k, v, z] and [b, a] where they stand so.
 void DeltaNet::reorder(const Buffers& buffers, const OpContext& context) const {
   const DeltaNetConfig& c = config_;
-  const int64_t per_key = c.num_value_heads / c.num_key_heads;
+  // Heads in order are one group as wide as all.
+  const int64_t num_groups = is_by_key_head_ ? c.num_key_heads : 1;
+  const int64_t key_size = c.key_width() / num_groups;
+  const int64_t per_key = c.num_value_heads / num_groups;
   const int64_t value_size = per_key * c.value_dim;
   context.pool->parallel_for(buffers.qkvz.dim(0), 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
@@ -99,13 +108,13 @@ void DeltaNet::reorder(const Buffers& buffers, const OpContext& context) const {
       const float* ba = buffers.ba.as<float>() + t * buffers.ba.stride(0);
       float* qkv = buffers.qkv.as<float>() + t * buffers.qkv.stride(0);
       float* z = buffers.z.as<float>() + t * buffers.z.stride(0);
-      for (int64_t h = 0; h < c.num_key_heads; ++h) {
+      for (int64_t h = 0; h < num_groups; ++h) {
         const auto move = [&](int64_t count, float* to) {
           std::copy_n(from, count, to);
           from += count;
         };
-        move(c.key_dim, qkv + h * c.key_dim);
-        move(c.key_dim, qkv + c.key_width() + h * c.key_dim);
+        move(key_size, qkv + h * key_size);
+        move(key_size, qkv + c.key_width() + h * key_size);
         move(value_size, qkv + 2 * c.key_width() + h * value_size);
         move(value_size, z + h * value_size);
         std::copy_n(ba + 2 * h * per_key, per_key, buffers.beta.as<float>() + t * c.num_value_heads + h * per_key);

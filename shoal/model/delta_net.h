@@ -1,10 +1,11 @@
-// The gated delta net of qwen3_next, in the place of attention:
+// The gated delta net of qwen3_next and qwen3_5, in the place of attention:
 //
 //   [q, k, v, z] = W_qkvz h;  [b, a] = W_ba h;  [q, k, v] = silu(conv([q, k, v]))
 //   o = delta rule with decay -exp(A_log) softplus(a + dt_bias), beta sigmoid(b), q and k of unit length
 //   out = norm(o) * silu(z)                        norm over each value head
 //
-// The file keeps the parts of q, k, v, z (and b, a) of a key head and its value heads beside each other.
+// qwen3_next keeps the parts of q, k, v, z (and b, a) of a key head and its value heads beside each other, in one tensor
+// each; qwen3_5 has tensors of their own for [q, k, v], z, b and a, heads in order.
 #pragma once
 
 #include <string>
@@ -27,9 +28,11 @@ struct DeltaNetConfig {
   int64_t conv_width() const { return 2 * key_width() + value_width(); }
 };
 
-// Stems; a_log and dt_bias are whole names.
+// Stems; a_log and dt_bias are whole names. Either qkvz and ba, or qkv, z, b and a.
 struct DeltaNetNames {
-  std::string qkvz{}, ba{}, conv{}, norm{}, a_log{}, dt_bias{};
+  std::string qkvz{}, ba{};
+  std::string qkv{}, z{}, b{}, a{};
+  std::string conv{}, norm{}, a_log{}, dt_bias{};
 };
 
 class DeltaNet final : public StateMixer {
@@ -52,6 +55,7 @@ class DeltaNet final : public StateMixer {
   void reorder(const Buffers& buffers, const OpContext& context) const;
 
   DeltaNetConfig config_;
+  bool is_by_key_head_;  // the order of the projections' outputs
   Linear qkvz_, ba_;
   Tensor taps_, norm_, a_log_, dt_bias_;
 };

@@ -82,10 +82,27 @@ ReadExperts experts_stacked(std::string gate, std::string up, std::string down, 
   };
 }
 
+ReadExperts experts_fused(std::string gate_up, std::string down) {
+  return [=](Loader& loader, int64_t layer_idx, const ExpertsConfig& config, int64_t hidden) {
+    const int64_t width = config.expert_hidden;
+    ExpertMatrices matrices;
+    for (LoadedMatrix& both : loader.stacked(layer_name(gate_up, layer_idx), config.num_experts, 2 * width, hidden)) {
+      LoadedMatrix gate = both;
+      gate.matrix.n = width;
+      LoadedMatrix up = gate;
+      up.matrix.codes = both.matrix.row(width);
+      matrices.gate.push_back(gate);
+      matrices.up.push_back(up);
+    }
+    matrices.down = loader.stacked(layer_name(down, layer_idx), config.num_experts, hidden, width);
+    return matrices;
+  };
+}
+
 Experts::Experts(Loader& loader, const ExpertsConfig& config, const ExpertsNames& names, int64_t layer_idx,
                  int64_t hidden)
     : config_(config), hidden_(hidden) {
-  router_ = loader.exact_linear({layer_name(names.router, layer_idx), config.num_experts}, hidden);
+  router_ = loader.exact_linear({{layer_name(names.router, layer_idx), config.num_experts}}, hidden);
   if (config.score == RouterScore::kSigmoid) {
     const std::string bias = layer_name(names.selection_bias, layer_idx);
     selection_bias_ = Tensor(DType::kF32, {config.num_experts});
@@ -117,7 +134,7 @@ void Experts::load_shared(Loader& loader, const ExpertsNames& names, int64_t lay
   shared_down_ = loader.linear({{name(names.shared_down), hidden_}}, width);
   has_shared_gate_ = !names.shared_gate.empty();
   if (has_shared_gate_) {
-    shared_gate_ = loader.exact_linear({name(names.shared_gate), 1}, hidden_);
+    shared_gate_ = loader.exact_linear({{name(names.shared_gate), 1}}, hidden_);
   }
 }
 

@@ -59,6 +59,9 @@ ReadExperts experts_apart(std::string gate, std::string up, std::string down);
 // One tensor "<stem>.weight" [num_experts, n, k] a kind, with optional biases "<stem><bias_suffix>" [num_experts, n].
 ReadExperts experts_stacked(std::string gate, std::string up, std::string down, std::string bias_suffix);
 
+// Whole names of two tensors: [num_experts, 2 expert_hidden, hidden], gates first, and [num_experts, hidden, expert_hidden].
+ReadExperts experts_fused(std::string gate_up, std::string down);
+
 class Experts {
  public:
   Experts(Loader& loader, const ExpertsConfig& config, const ExpertsNames& names, int64_t layer_idx, int64_t hidden);

@@ -105,8 +105,8 @@ Linear Loader::linear(std::initializer_list<Part> parts, int64_t k, Bias bias) {
   return linear({parts.begin(), parts.size()}, k, bias, precision_);
 }
 
-Linear Loader::exact_linear(const Part& part, int64_t k) {
-  return linear({&part, 1}, k, Bias::kOptional, MatmulPrecision::kExact);
+Linear Loader::exact_linear(std::initializer_list<Part> parts, int64_t k) {
+  return linear({parts.begin(), parts.size()}, k, Bias::kOptional, MatmulPrecision::kExact);
 }
 
 Linear Loader::linear(std::span<const Part> parts, int64_t k, Bias bias, MatmulPrecision precision) {

@@ -62,7 +62,7 @@ class Loader {
   // Several matrices with the same input as one.
   Linear linear(std::initializer_list<Part> parts, int64_t k, Bias bias = Bias::kOptional);
   // The same in exact precision, whatever was asked for: a router's.
-  Linear exact_linear(const Part& part, int64_t k);
+  Linear exact_linear(std::initializer_list<Part> parts, int64_t k);
 
   // For each i, the i-th of every list joined and prepared. `owners` receives what must stay alive; bytes of the file
   // that were repacked leave memory.

@@ -183,6 +183,33 @@ def families():
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         ),
     )
+    delta = dict(
+        head_dim=64,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    )
+    yield "qwen3_5", transformers.Qwen3_5TextConfig(**three, **delta)
+    yield (
+        "qwen3_5_moe",
+        transformers.Qwen3_5MoeTextConfig(
+            **three,
+            **delta,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+        ),
+    )
 
 
 def randomise(model):

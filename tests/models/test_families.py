@@ -113,6 +113,22 @@ def test_gpt_oss_in_mxfp4_equals_its_dequantised_weights(tmp_path):
     np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=2e-5 * np.abs(logits[1]).max())
 
 
+def test_fused_experts_equal_those_apart(tmp_path):
+    """qwen3_5_moe as some checkpoints have it: one tensor for all experts, gates before ups, and no dense width."""
+    config = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
+    del config["intermediate_size"]
+    tensors = tiny_models.read_safetensors(GOLDEN / "qwen3_5_moe" / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        stem = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            kind: [tensors.pop(f"{stem}{e}.{kind}_proj.weight") for e in range(8)] for kind in ("gate", "up", "down")
+        }
+        tensors[stem + "gate_up_proj"] = np.concatenate([np.stack(parts["gate"]), np.stack(parts["up"])], axis=1)
+        tensors[stem + "down_proj"] = np.stack(parts["down"])
+    folder = tiny_models.write_folder(tmp_path / "fused", config, tensors)
+    check_logits(shoal.LLM(str(folder), exact=True), golden("qwen3_5_moe"))
+
+
 def test_int8_activations_stay_close(family):
     """Default mode on f32 weights changes nothing but the KV cache's type."""
     llm = shoal.LLM(str(GOLDEN / family))
