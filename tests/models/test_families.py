@@ -203,7 +203,7 @@ def test_every_gguf_type_equals_its_dequantised_weights(kind, tmp_path):
 
 
 def test_greedy_tokens_do_not_depend_on_company(family):
-    """Alone, in a batch, in chunks, with small pages, after a prefix hit: the same tokens."""
+    """Alone, in a batch, in chunks, with small pages, after a prefix hit, preempted and resumed: the same tokens."""
     folder = str(GOLDEN / family)
     tokens = golden(family)["tokens"].tolist()
     prompts = [tokens[:n] for n in (5, 17, 33, 48)]
@@ -215,6 +215,14 @@ def test_greedy_tokens_do_not_depend_on_company(family):
     assert again == expected
     assert together == expected
     assert chunked == expected
+    # Short prompts with long answers are let in together and outgrow the pages.
+    short = [tokens[i : i + 5] for i in range(4)]
+    long = shoal.SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
+    expected = [alone.generate([p], long)[0].token_ids for p in short]
+    one_page = alone.info["kv_bytes"] // alone.info["num_pages"] * 16 // alone.info["page_size"]
+    crowded = shoal.LLM(folder, page_size=16, kv_bytes=7 * one_page, max_context=96)
+    assert [c.token_ids for c in crowded.generate(short, long)] == expected
+    assert crowded.stats()["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
