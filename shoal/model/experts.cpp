@@ -40,7 +40,7 @@ TensorView columns(const TensorView& matrix, int64_t begin, int64_t width) {
 
 }  // namespace
 
-ReadExperts experts_apart(std::string gate, std::string up, std::string down) {
+ReadExperts experts_apart(const std::string& gate, const std::string& up, const std::string& down) {
   return [=](Loader& loader, int64_t layer_idx, const ExpertsConfig& config, int64_t hidden) {
     ExpertMatrices matrices;
     for (int64_t e = 0; e < config.num_experts; ++e) {
@@ -55,7 +55,8 @@ ReadExperts experts_apart(std::string gate, std::string up, std::string down) {
   };
 }
 
-ReadExperts experts_stacked(std::string gate, std::string up, std::string down, std::string bias_suffix) {
+ReadExperts experts_stacked(const std::string& gate, const std::string& up, const std::string& down,
+                            const std::string& bias_suffix) {
   return [=](Loader& loader, int64_t layer_idx, const ExpertsConfig& config, int64_t hidden) {
     const int64_t count = config.num_experts;
     const int64_t width = config.expert_hidden;
@@ -82,7 +83,7 @@ ReadExperts experts_stacked(std::string gate, std::string up, std::string down, 
   };
 }
 
-ReadExperts experts_fused(std::string gate_up, std::string down) {
+ReadExperts experts_fused(const std::string& gate_up, const std::string& down) {
   return [=](Loader& loader, int64_t layer_idx, const ExpertsConfig& config, int64_t hidden) {
     const int64_t width = config.expert_hidden;
     ExpertMatrices matrices;

@@ -55,12 +55,13 @@ struct ExpertsNames {
 };
 
 // One matrix a stem; "[]" stands for the expert's number.
-ReadExperts experts_apart(std::string gate, std::string up, std::string down);
+ReadExperts experts_apart(const std::string& gate, const std::string& up, const std::string& down);
 // One tensor "<stem>.weight" [num_experts, n, k] a kind, with optional biases "<stem><bias_suffix>" [num_experts, n].
-ReadExperts experts_stacked(std::string gate, std::string up, std::string down, std::string bias_suffix);
+ReadExperts experts_stacked(const std::string& gate, const std::string& up, const std::string& down,
+                            const std::string& bias_suffix);
 
 // Whole names of two tensors: [num_experts, 2 expert_hidden, hidden], gates first, and [num_experts, hidden, expert_hidden].
-ReadExperts experts_fused(std::string gate_up, std::string down);
+ReadExperts experts_fused(const std::string& gate_up, const std::string& down);
 
 class Experts {
  public:

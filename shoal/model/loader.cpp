@@ -67,6 +67,7 @@ std::vector<LoadedMatrix> Loader::stacked(const std::string& name, int64_t count
 
 MatmulWeight Loader::prepare(std::span<const LoadedMatrix* const> parts, MatmulPrecision precision) {
   std::vector<QuantMatrix> matrices;
+  matrices.reserve(parts.size());
   for (const LoadedMatrix* part : parts) {
     matrices.push_back(part->matrix);
   }
@@ -115,6 +116,7 @@ Linear Loader::linear(std::span<const Part> parts, int64_t k, Bias bias, MatmulP
   for (const Part& part : parts) {
     loaded.push_back(matrix(part.stem, part.n, k));
   }
+  pointers.reserve(loaded.size());
   for (const LoadedMatrix& matrix : loaded) {
     pointers.push_back(&matrix);
   }
