@@ -317,7 +317,13 @@ const Json& hf_text_config(const Json& config) {
 
 std::string hf_tensor_prefix(const io::WeightSource& source) {
   for (const char* prefix : {"model.", "language_model.model.", "model.language_model."}) {
-    if (source.find(std::string(prefix) + "embed_tokens.weight") != nullptr) {
+    // Of a quantised embedding the tensors have other names than "weight".
+    const std::string stem = std::string(prefix) + "embed_tokens.";
+    const auto has_stem = [&](const auto& tensors) {
+      const auto found = tensors.lower_bound(stem);
+      return found != tensors.end() && found->first.starts_with(stem);
+    };
+    if (has_stem(source.tensors()) || has_stem(source.raw_tensors())) {
       return prefix;
     }
   }

@@ -76,7 +76,7 @@ class Decoder final : public Model {
     const Workspace::Scope scope(*context.workspace);
     const int64_t num_tokens = batch.token_ids.dim(0);
     StepBuffers buffers = take_buffers(num_tokens, *context.workspace);
-    embedding({.out = buffers.x, .ids = batch.token_ids, .table = embedding_, .scale = config_.embedding_scale},
+    embedding({.out = buffers.x, .ids = batch.token_ids, .table = embedding_.matrix, .scale = config_.embedding_scale},
               context);
     for (size_t i = 0; i < blocks_.size(); ++i) {
       mix(i, batch, memory, buffers, context);
@@ -96,7 +96,7 @@ class Decoder final : public Model {
   void load(const DecoderNames& names, const LoadOptions& options, const OpContext& context) {
     const DecoderConfig& c = config_;
     Loader loader(*source_, c.scheme, options, context);
-    embedding_ = loader.matrix(names.embedding, c.vocab_size, c.hidden).matrix;
+    embedding_ = loader.matrix(names.embedding, c.vocab_size, c.hidden);
     for (int64_t i = 0; i < c.num_layers; ++i) {
       blocks_.push_back(load_block(loader, names, i));
       if (options.progress) {
@@ -108,7 +108,7 @@ class Decoder final : public Model {
     info_.num_parameters = tied ? -c.vocab_size * c.hidden : 0;  // the shared table is counted once
     output_ = loader.linear({{tied ? names.embedding : names.output, c.vocab_size}}, c.hidden);
     info_.num_parameters += loader.num_parameters();
-    info_.weight_bytes = loader.weight_bytes() + embedding_.num_bytes();
+    info_.weight_bytes = loader.weight_bytes() + embedding_.matrix.num_bytes();
     info_.architecture = c.architecture;
     info_.name = c.name;
     info_.num_layers = c.num_layers;
@@ -461,7 +461,7 @@ class Decoder final : public Model {
   DecoderConfig config_;
   std::unique_ptr<io::WeightSource> source_;
   ModelInfo info_;
-  QuantMatrix embedding_;
+  LoadedMatrix embedding_;
   std::vector<Block> blocks_;
   Tensor output_norm_;
   Linear output_;

@@ -193,6 +193,24 @@ def test_logits_equal_those_of_dequantised_weights(name, tmp_path):
     np.testing.assert_allclose(default, expected, rtol=0, atol=0.1 * largest)
 
 
+def test_embedding_and_output_may_be_quantised_too(tmp_path):
+    encode, method = SCHEMES["packed_zeros"]
+    config, tensors = tiny_models.random_llama(seed=6)
+    config |= {"model_type": "llama", "vocab_size": 320, "tie_word_embeddings": False}
+    random = np.random.default_rng(18)
+    quantised, plain = dict(tensors), dict(tensors)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        parts, plain[name] = encode(random, *tensors[name].shape)
+        del quantised[name]
+        quantised |= {name.removesuffix("weight") + part: array for part, array in parts.items()}
+    tiny_models.write_folder(tmp_path / "plain", config, plain)
+    tiny_models.write_folder(tmp_path / "quantised", config | {"quantization_config": method}, quantised)
+    expected = shoal.LLM(str(tmp_path / "plain"), exact=True).logits([TOKENS])[0]
+    for exact in (True, False):
+        logits = shoal.LLM(str(tmp_path / "quantised"), exact=exact).logits([TOKENS])[0]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=(2e-5 if exact else 0.1) * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_lying_checkpoint_is_refused_by_name(name, tmp_path):
     """Each tensor of one layer missing, of another shape, or with a scale that is not finite: one sentence that names it."""
