@@ -97,6 +97,10 @@ class Decoder final : public Model {
     const DecoderConfig& c = config_;
     Loader loader(*source_, c.scheme, options, context);
     embedding_ = loader.matrix(names.embedding, c.vocab_size, c.hidden);
+    if (shoal::info(embedding_.matrix.format).is_scaled) {
+      fail(ErrorCode::kUnsupported, "tensors \"", names.embedding, "\": an embedding of ",
+           shoal::info(embedding_.matrix.format).name, " with scales apart is not supported");
+    }
     for (int64_t i = 0; i < c.num_layers; ++i) {
       blocks_.push_back(load_block(loader, names, i));
       if (options.progress) {

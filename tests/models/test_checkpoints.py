@@ -193,22 +193,34 @@ def test_logits_equal_those_of_dequantised_weights(name, tmp_path):
     np.testing.assert_allclose(default, expected, rtol=0, atol=0.1 * largest)
 
 
-def test_embedding_and_output_may_be_quantised_too(tmp_path):
-    encode, method = SCHEMES["packed_zeros"]
+@pytest.mark.parametrize("name", ["gptq_symmetric", "packed_zeros"])
+def test_embedding_and_output_may_be_quantised_too(name, tmp_path):
+    encode, method = SCHEMES[name]
     config, tensors = tiny_models.random_llama(seed=6)
     config |= {"model_type": "llama", "vocab_size": 320, "tie_word_embeddings": False}
     random = np.random.default_rng(18)
     quantised, plain = dict(tensors), dict(tensors)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        parts, plain[name] = encode(random, *tensors[name].shape)
-        del quantised[name]
-        quantised |= {name.removesuffix("weight") + part: array for part, array in parts.items()}
-    tiny_models.write_folder(tmp_path / "plain", config, plain)
-    tiny_models.write_folder(tmp_path / "quantised", config | {"quantization_config": method}, quantised)
+    for tensor in ("model.embed_tokens.weight", "lm_head.weight"):
+        parts, values = encode(random, *tensors[tensor].shape)
+        if tensor.startswith("lm_head") or name == "gptq_symmetric":  # which is read as q4_0 blocks
+            del quantised[tensor]
+            quantised |= {tensor.removesuffix("weight") + part: array for part, array in parts.items()}
+            plain[tensor] = values
+    config |= {"quantization_config": method}
+    plain_config = {key: value for key, value in config.items() if key != "quantization_config"}
+    tiny_models.write_folder(tmp_path / "plain", plain_config, plain)
+    tiny_models.write_folder(tmp_path / "quantised", config, quantised)
     expected = shoal.LLM(str(tmp_path / "plain"), exact=True).logits([TOKENS])[0]
     for exact in (True, False):
         logits = shoal.LLM(str(tmp_path / "quantised"), exact=exact).logits([TOKENS])[0]
         np.testing.assert_allclose(logits, expected, rtol=0, atol=(2e-5 if exact else 0.1) * np.abs(expected).max())
+    if name == "packed_zeros":
+        parts, _ = encode(random, *tensors["model.embed_tokens.weight"].shape)
+        del quantised["model.embed_tokens.weight"]
+        quantised |= {"model.embed_tokens." + part: array for part, array in parts.items()}
+        tiny_models.write_folder(tmp_path / "embedding", config, quantised)
+        with pytest.raises(shoal.Unsupported, match=r"model\.embed_tokens"):
+            shoal.LLM(str(tmp_path / "embedding"), exact=True)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
