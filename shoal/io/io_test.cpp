@@ -271,8 +271,25 @@ TEST_F(Folder, ReadsASingleFile) {
   EXPECT_EQ(static_cast<int>(w.data[15]), 15);
   model.drop(w);
   EXPECT_EQ(static_cast<int>(w.data[15]), 15);
-  EXPECT_EQ(model.total_bytes(), 16u);
+  EXPECT_EQ(model.total_bytes(), 24u);  // the packed ids too
   EXPECT_EQ(model.find("absent"), nullptr);
+}
+
+TEST_F(Folder, GivesTensorsOfOtherTypesAsBytes) {
+  write_model();
+  const ModelFolder model(folder_);
+  const RawTensor* ids = model.find_raw("ids", "I64", Shape{1});
+  ASSERT_NE(ids, nullptr);
+  EXPECT_EQ(ids->num_bytes, 8u);
+  EXPECT_EQ(ids->data, model.find("w")->data + 16);
+  model.drop(*ids);
+  EXPECT_TRUE(model.has_raw("ids"));
+  EXPECT_FALSE(model.has_raw("w"));
+  EXPECT_EQ(model.find_raw("absent", "I64", Shape{1}), nullptr);
+  expect_error(ErrorCode::kModelFormat, "tensor \"ids\" is I64 [1], expected I32 [1]",
+               [&] { model.find_raw("ids", "I32", Shape{1}); });
+  expect_error(ErrorCode::kModelFormat, "tensor \"ids\" is I64 [1], expected I64 [2]",
+               [&] { model.find_raw("ids", "I64", Shape{2}); });
 }
 
 TEST_F(Folder, GetChecksWhatIsAskedFor) {

@@ -265,6 +265,16 @@ TEST(KvCache, TakesScalesPerChannelAndPerTensor) {
   EXPECT_EQ(*cache.layer(0).v_scale.as<float>(), 2.0f);
 }
 
+TEST(KvCache, ALayerMayHaveKeysOnly) {
+  const std::vector<KvLayerShape> layers = {{1, 48, 0}};
+  EXPECT_EQ(KvCache::bytes_per_page(layers, KvType::kF16, 16), 16 * 48 * 2);
+  const KvCache cache(layers, KvType::kI8, 2, 16, {{{0.5f}, {}}});
+  EXPECT_TRUE(cache.layer(0).key);
+  EXPECT_TRUE(cache.layer(0).k_scale);
+  EXPECT_FALSE(cache.layer(0).value);
+  EXPECT_FALSE(cache.layer(0).v_scale);
+}
+
 TEST(KvCache, RejectsWhatItCannotHold) {
   const std::vector<KvLayerShape> layers = {{1, 2, 4}};
   const auto message = [&](KvType type, int64_t pages, int64_t page_size, const std::vector<KvScales>& scales) {
@@ -282,7 +292,7 @@ TEST(KvCache, RejectsWhatItCannotHold) {
                        [] {
                          KvCache::bytes_per_page({{1, 0, 1}}, KvType::kF16, 16);
                        }),
-            "KV layer 0: num_kv_heads, head_dim and v_head_dim must be positive, not 1, 0 and 1");
+            "KV layer 0: num_kv_heads and head_dim must be positive, v_head_dim not negative, not 1, 0 and 1");
   EXPECT_EQ(message_of(ErrorCode::kOutOfMemory,
                        [&] {
                          KvCache({{int64_t{1} << 30, int64_t{1} << 30, 1}}, KvType::kF32, 64, 64);
