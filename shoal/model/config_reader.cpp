@@ -260,7 +260,9 @@ void read_hf_sparse_layers(const Json& json, DecoderConfig& config) {
   }
 }
 
-void read_hf_groups(const Json& config, ExpertsConfig& experts) {
+void read_hf_groups(const Json& config, DecoderConfig& decoder) {
+  decoder.experts = read_hf_experts(config, {.num_experts = "n_routed_experts"}, decoder);
+  ExpertsConfig& experts = decoder.experts;
   experts.score = RouterScore::kSigmoid;
   experts.normalize = hf_bool_or(config, "norm_topk_prob", true);
   experts.scale = static_cast<float>(hf_positive_or(config, "routed_scaling_factor", 1.0));
@@ -271,6 +273,10 @@ void read_hf_groups(const Json& config, ExpertsConfig& experts) {
          experts.num_groups, " groups");
   }
   experts.shared_hidden = hf_int_or(config, "n_shared_experts", 0, 0, 64) * experts.expert_hidden;
+  const int64_t num_dense = hf_int_or(config, "first_k_dense_replace", 0, 0, decoder.num_layers);
+  for (int64_t i = num_dense; i < decoder.num_layers; ++i) {
+    decoder.layers[static_cast<size_t>(i)].has_experts = true;
+  }
 }
 
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim) {

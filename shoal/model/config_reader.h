@@ -34,8 +34,8 @@ struct HfExpertKeys {
 ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, const DecoderConfig& decoder);
 // Every decoder_sparse_step-th layer has experts, but for those in mlp_only_layers.
 void read_hf_sparse_layers(const Json& config, DecoderConfig& decoder);
-// Sigmoid routing within groups, and the shared expert, by the keys of deepseek and glm.
-void read_hf_groups(const Json& config, ExpertsConfig& experts);
+// By the keys of deepseek and glm: experts with sigmoid routing within groups, the shared one, and the dense layers before.
+void read_hf_groups(const Json& config, DecoderConfig& decoder);
 
 // config.json's own text part: config["text_config"] of a vision-language model, else config.
 const Json& hf_text_config(const Json& config);

@@ -12,6 +12,7 @@
 #include "shoal/model/latent_attention.h"
 #include "shoal/model/loader.h"
 #include "shoal/model/short_conv.h"
+#include "shoal/model/views.h"
 #include "shoal/ops/embedding/embedding.h"
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
@@ -265,18 +266,15 @@ class Decoder final : public Model {
   }
 
   StepBuffers take_buffers(int64_t num_tokens, Workspace& workspace) const {
-    const auto take = [&](int64_t width) {
-      return TensorView(workspace.take<float>(static_cast<size_t>(num_tokens * width)).data(), DType::kF32,
-                        {num_tokens, width});
-    };
+    const auto rows = [&](int64_t width) { return take({num_tokens, width}, workspace); };
     StepBuffers buffers;
-    buffers.x = take(config_.hidden);
-    buffers.h = take(config_.hidden);
-    buffers.qkv = take(qkv_width());
-    buffers.mixed = take(max_mixed_width());
-    buffers.projected = take(config_.hidden);
-    buffers.gate_up = take(2 * dense_hidden_);
-    buffers.activated = take(dense_hidden_);
+    buffers.x = rows(config_.hidden);
+    buffers.h = rows(config_.hidden);
+    buffers.qkv = rows(qkv_width());
+    buffers.mixed = rows(max_mixed_width());
+    buffers.projected = rows(config_.hidden);
+    buffers.gate_up = rows(2 * dense_hidden_);
+    buffers.activated = rows(dense_hidden_);
     return buffers;
   }
 
@@ -366,8 +364,7 @@ class Decoder final : public Model {
   TensorView take_gates(const TensorView& qkv, const OpContext& context) const {
     const int64_t num_tokens = qkv.dim(0);
     const auto head_dim = static_cast<size_t>(config_.head_dim);
-    const TensorView gates(context.workspace->take<float>(static_cast<size_t>(num_tokens * q_width())).data(),
-                           DType::kF32, {num_tokens, q_width()});
+    const TensorView gates = take({num_tokens, q_width()}, *context.workspace);
     context.pool->parallel_for(num_tokens, 4, [&](int64_t begin, int64_t end, int) {
       for (int64_t t = begin; t < end; ++t) {
         float* row = qkv.as<float>() + t * qkv.stride(0);
@@ -421,13 +418,6 @@ class Decoder final : public Model {
               .residual_out = buffers.x,
               .eps = config_.norm_eps},
              context);
-  }
-
-  static TensorView columns(const TensorView& matrix, int64_t begin, int64_t width) {
-    TensorView view = matrix;
-    view.data = matrix.as<float>() + begin;
-    view.shape[1] = width;
-    return view;
   }
 
   // Compacts x and mixed to the rows whose logits are wanted; every buffer then has that many rows.

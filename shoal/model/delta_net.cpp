@@ -3,22 +3,13 @@
 #include <algorithm>
 
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/model/views.h"
 #include "shoal/ops/activation/activation.h"
 #include "shoal/ops/causal_conv/causal_conv.h"
 #include "shoal/ops/delta_net/delta_net.h"
 #include "shoal/ops/norm/norm.h"
 
 namespace shoal {
-namespace {
-
-TensorView columns_of(const TensorView& matrix, int64_t width) {
-  TensorView view = matrix;
-  view.shape[1] = width;
-  return view;
-}
-
-}  // namespace
-
 DeltaNet::DeltaNet(Loader& loader, const DeltaNetConfig& config, const DeltaNetNames& names, int64_t layer_idx,
                    int64_t hidden)
     : config_(config), is_by_key_head_(!names.qkvz.empty()) {
@@ -48,17 +39,14 @@ StateLayerShape DeltaNet::state_shape() const {
 }
 
 DeltaNet::Buffers DeltaNet::take_buffers(int64_t num_tokens, Workspace& workspace) const {
-  const auto take = [&](int64_t width) {
-    return TensorView(workspace.take<float>(static_cast<size_t>(num_tokens * width)).data(), DType::kF32,
-                      {num_tokens, width});
-  };
+  const auto rows = [&](int64_t width) { return take({num_tokens, width}, workspace); };
   Buffers buffers;
-  buffers.qkvz = take(config_.conv_width() + config_.value_width());
-  buffers.ba = take(2 * config_.num_value_heads);
-  buffers.qkv = take(config_.conv_width());
-  buffers.z = take(config_.value_width());
-  buffers.beta = take(config_.num_value_heads);
-  buffers.decay = take(config_.num_value_heads);
+  buffers.qkvz = rows(config_.conv_width() + config_.value_width());
+  buffers.ba = rows(2 * config_.num_value_heads);
+  buffers.qkv = rows(config_.conv_width());
+  buffers.z = rows(config_.value_width());
+  buffers.beta = rows(config_.num_value_heads);
+  buffers.decay = rows(config_.num_value_heads);
   return buffers;
 }
 
@@ -136,7 +124,7 @@ void DeltaNet::forward(const TensorView& h, const TensorView& out, const Batch& 
   ba_(h, buffers.ba, context);
   reorder(buffers, context);
   const SlotRows window(batch, workspace, [&](StateSlot slot) { return states.conv_state(state_idx, slot); });
-  varlen_causal_conv_with_state({.output = columns_of(buffers.qkvz, c.conv_width()),
+  varlen_causal_conv_with_state({.output = columns(buffers.qkvz, 0, c.conv_width()),
                                  .final_state = window.rows(),
                                  .input = buffers.qkv,
                                  .weight = taps_,
@@ -150,7 +138,7 @@ void DeltaNet::forward(const TensorView& h, const TensorView& out, const Batch& 
   heads.strides[0] = out.stride(0);
   gated_delta_net({.output = heads,
                    .final_state = state.rows(),
-                   .query = columns_of(buffers.qkvz, c.conv_width()),
+                   .query = columns(buffers.qkvz, 0, c.conv_width()),
                    .cu_seqlens = batch.cu_q_lens,
                    .decay = buffers.decay,
                    .beta = buffers.beta,
@@ -163,9 +151,7 @@ void DeltaNet::forward(const TensorView& h, const TensorView& out, const Batch& 
                   context);
   state.store();
   for (int64_t head = 0; head < c.num_value_heads; ++head) {
-    TensorView rows = out;
-    rows.data = out.as<float>() + head * c.value_dim;
-    rows.shape[1] = c.value_dim;
+    const TensorView rows = columns(out, head * c.value_dim, c.value_dim);
     rms_norm({.out = rows, .x = rows, .weight = norm_, .eps = c.norm_eps}, context);
   }
   gated_activation({.out = out, .gate = buffers.z, .value = out, .kind = Gate::kSilu}, context);

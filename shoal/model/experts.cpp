@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/model/views.h"
 #include "shoal/ops/moe_router/moe_router.h"
 
 namespace shoal {
@@ -22,20 +23,8 @@ std::string expert_name(const std::string& pattern, int64_t layer_idx, int64_t e
   return name.replace(at, 2, std::to_string(expert_idx));
 }
 
-TensorView take(DType dtype, std::initializer_list<int64_t> shape, Workspace& workspace) {
-  const auto count = static_cast<size_t>(TensorView(nullptr, dtype, shape).num_elements());
-  return TensorView(workspace.take<float>(count).data(), dtype, shape);
-}
-
 size_t take_bytes(int64_t rows, int64_t width) {
   return Workspace::bytes_for<float>(static_cast<size_t>(rows * width));
-}
-
-TensorView columns(const TensorView& matrix, int64_t begin, int64_t width) {
-  TensorView view = matrix;
-  view.data = matrix.as<float>() + begin;
-  view.shape[1] = width;
-  return view;
 }
 
 }  // namespace
@@ -183,10 +172,10 @@ void Experts::forward(const TensorView& h, const TensorView& out, const OpContex
 Experts::Routing Experts::route(const TensorView& h, const OpContext& context) const {
   Workspace& workspace = *context.workspace;
   const int64_t num_tokens = h.dim(0);
-  const Routing routing{take(DType::kI32, {num_tokens, config_.top_k}, workspace),
-                        take(DType::kF32, {num_tokens, config_.top_k}, workspace)};
+  const Routing routing{take({num_tokens, config_.top_k}, workspace, DType::kI32),
+                        take({num_tokens, config_.top_k}, workspace)};
   const Workspace::Scope scope(workspace);
-  const TensorView logits = take(DType::kF32, {num_tokens, config_.num_experts}, workspace);
+  const TensorView logits = take({num_tokens, config_.num_experts}, workspace);
   router_(h, logits, context);
   if (config_.score == RouterScore::kSigmoid) {
     route_by_sigmoid(logits, routing, context);
@@ -209,7 +198,7 @@ Experts::Routing Experts::route(const TensorView& h, const OpContext& context) c
 void Experts::route_by_sigmoid(const TensorView& logits, const Routing& routing, const OpContext& context) const {
   Workspace& workspace = *context.workspace;
   const int64_t num_tokens = logits.dim(0);
-  const auto matrix = [&] { return take(DType::kF32, {num_tokens, config_.num_experts}, workspace); };
+  const auto matrix = [&] { return take({num_tokens, config_.num_experts}, workspace); };
   MoEGroupRouterArgs scores{.selection_scores = matrix(),
                             .router_weights = matrix(),
                             .logits = logits,
@@ -266,15 +255,15 @@ void Experts::run_tile(const TensorView& h, const TensorView& out, const Routing
   const int64_t top_k = config_.top_k;
   const int64_t num_rows = h.dim(0) * top_k;
   const Sorted sorted = sort(routing.ids, workspace);
-  const TensorView rows = take(DType::kF32, {num_rows, hidden_}, workspace);
+  const TensorView rows = take({num_rows, hidden_}, workspace);
   context.pool->parallel_for(h.dim(0), 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin * top_k; i < end * top_k; ++i) {
       std::memcpy(rows.as<float>() + sorted.row_of[static_cast<size_t>(i)] * hidden_,
                   h.as<float>() + i / top_k * h.stride(0), static_cast<size_t>(hidden_) * sizeof(float));
     }
   });
-  const TensorView gate_up = take(DType::kF32, {num_rows, 2 * config_.expert_hidden}, workspace);
-  const TensorView activated = take(DType::kF32, {num_rows, config_.expert_hidden}, workspace);
+  const TensorView gate_up = take({num_rows, 2 * config_.expert_hidden}, workspace);
+  const TensorView activated = take({num_rows, config_.expert_hidden}, workspace);
   grouped_matmul({.out = gate_up, .a = rows, .row_begin = sorted.row_begin, .bias = gate_up_bias_}, gate_up_, context);
   activate(gate_up, activated, context);
   grouped_matmul({.out = rows, .a = activated, .row_begin = sorted.row_begin, .bias = down_bias_}, down_, context);
@@ -314,10 +303,10 @@ void Experts::add_shared(const TensorView& h, const TensorView& out, const OpCon
   Workspace& workspace = *context.workspace;
   const Workspace::Scope scope(workspace);
   const int64_t num_tokens = h.dim(0);
-  const TensorView gate_up = take(DType::kF32, {num_tokens, 2 * config_.shared_hidden}, workspace);
-  const TensorView activated = take(DType::kF32, {num_tokens, config_.shared_hidden}, workspace);
-  const TensorView result = take(DType::kF32, {num_tokens, hidden_}, workspace);
-  const TensorView gates = take(DType::kF32, {num_tokens, 1}, workspace);
+  const TensorView gate_up = take({num_tokens, 2 * config_.shared_hidden}, workspace);
+  const TensorView activated = take({num_tokens, config_.shared_hidden}, workspace);
+  const TensorView result = take({num_tokens, hidden_}, workspace);
+  const TensorView gates = take({num_tokens, 1}, workspace);
   shared_gate_up_(h, gate_up, context);
   activate(gate_up, activated, context);
   shared_down_(activated, result, context);

@@ -5,23 +5,12 @@
 
 #include "shoal/base/checked.h"
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/model/views.h"
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
 
 namespace shoal {
 namespace {
-
-TensorView take(std::initializer_list<int64_t> shape, Workspace& workspace) {
-  const auto count = static_cast<size_t>(TensorView(nullptr, DType::kF32, shape).num_elements());
-  return TensorView(workspace.take<float>(count).data(), DType::kF32, shape);
-}
-
-TensorView columns(const TensorView& matrix, int64_t begin, int64_t width) {
-  TensorView view = matrix;
-  view.data = matrix.as<float>() + begin;
-  view.shape[1] = width;
-  return view;
-}
 
 // Columns [begin, begin + width) of every head of `from` [num_tokens, heads, from_dim], to `to_begin` of every head of
 // `to`; the order of heads and tokens is the caller's: strides count floats.

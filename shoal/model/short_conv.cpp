@@ -1,15 +1,11 @@
 #include "shoal/model/short_conv.h"
 
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/model/views.h"
 #include "shoal/ops/causal_conv/causal_conv.h"
 
 namespace shoal {
 namespace {
-
-TensorView take(std::initializer_list<int64_t> shape, Workspace& workspace) {
-  const auto count = static_cast<size_t>(TensorView(nullptr, DType::kF32, shape).num_elements());
-  return TensorView(workspace.take<float>(count).data(), DType::kF32, shape);
-}
 
 // out = a * b, row by row; rows may be strided.
 void multiply(const TensorView& a, const TensorView& b, const TensorView& out, const OpContext& context) {
@@ -56,12 +52,7 @@ void ShortConv::forward(const TensorView& h, const TensorView& out, const Batch&
   const TensorView projected = take({h.dim(0), 3 * hidden_}, workspace);
   const TensorView gated = take({h.dim(0), hidden_}, workspace);
   const SlotRows window(batch, workspace, [&](StateSlot slot) { return states.conv_state(state_idx, slot); });
-  const auto third = [&](int64_t i) {
-    TensorView view = projected;
-    view.data = projected.as<float>() + i * hidden_;
-    view.shape[1] = hidden_;
-    return view;
-  };
+  const auto third = [&](int64_t i) { return columns(projected, i * hidden_, hidden_); };
   in_(h, projected, context);
   multiply(third(0), third(2), gated, context);
   varlen_causal_conv_with_state({.output = out,
