@@ -23,7 +23,7 @@ struct Codec {
   static constexpr bool kHasMin = kLayout.scales == ScaleKind::kScaleMin || kLayout.scales == ScaleKind::kSuperMin;
   static constexpr bool kHalfMin = kLayout.scales == ScaleKind::kSuperHalfMin;  // a minimum for each half
   static constexpr bool kHalves = kLayout.scales == ScaleKind::kSuperHalf || kHalfMin;
-  static constexpr bool kSigned = kLayout.low_bits == 8 || kLayout.table != nullptr;
+  static constexpr bool kSigned = kLayout.low_bits == 8 || kLayout.table != CodeTable::kNone;
 
 #if defined(SHOAL_ISA_AVX512)
   // vpdpbusd wants unsigned codes: signed ones are stored or looked up with 128 added.
@@ -83,8 +83,8 @@ struct Codec {
       } else if constexpr (kLayout.high_bits == 2) {
         const I high = load_int(codes + (4 + J / 4) * kVector);
         code = bit_or(code, bit_and(shift_16<4 - 2 * (J % 4)>(high), broadcast_i8(0x30)));
-      } else if constexpr (kLayout.table != nullptr) {
-        code = shuffle_bytes(broadcast_16_bytes(kLayout.table), code);
+      } else if constexpr (kLayout.table != CodeTable::kNone) {
+        code = shuffle_bytes(broadcast_16_bytes(table_bytes(kLayout.table)), code);
         code = kOffset == 128 ? bit_xor(code, broadcast_i8(0x80)) : code;
       }
       return code;

@@ -19,8 +19,8 @@ SHOAL_INLINE int32_t code_at(const std::byte* codes, int lane, int i) {
   } else {
     constexpr int kLow = kLayout.low_bits;  // bits, and vectors
     int32_t code = static_cast<int32_t>(at[step % kLow * kVector]) >> step / kLow * kLow & ((1 << kLow) - 1);
-    if constexpr (kLayout.table != nullptr) {
-      return kLayout.table[code];
+    if constexpr (kLayout.table != CodeTable::kNone) {
+      return table_bytes(kLayout.table)[code];
     }
     if constexpr (kLayout.high_bits == 1) {
       code |= (static_cast<int32_t>(at[kLow * kVector]) >> step & 1) << kLow;

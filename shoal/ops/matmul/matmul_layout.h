@@ -48,11 +48,16 @@ alignas(16) inline constexpr int8_t kIq4Table[16] = {-127, -104, -83, -65, -49, 
                                                      1,    13,   25,  38,  53,  69,  89,  113};
 alignas(16) inline constexpr int8_t kE2m1Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
+// Signed bytes that codes of four bits stand for.
+enum class CodeTable : uint8_t { kNone, kIq4, kE2m1Doubled };
+
+inline const int8_t* table_bytes(CodeTable table) { return table == CodeTable::kIq4 ? kIq4Table : kE2m1Doubled; }
+
 struct IntegerLayout {
-  int low_bits;         // 2: kCrumb, 4: kNibble, 8: kByte
-  int high_bits;        // 0, 1 or 2
-  int offset;           // subtracted from an unsigned code; a power of two or 0
-  const int8_t* table;  // codes are indices of 16 signed bytes; or null
+  int low_bits;   // 2: kCrumb, 4: kNibble, 8: kByte
+  int high_bits;  // 0, 1 or 2
+  int offset;     // subtracted from an unsigned code; a power of two or 0
+  CodeTable table;
   ScaleKind scales;
 
   constexpr int code_bytes() const { return 4 * low_bits + 4 * high_bits; }  // of a row's block
@@ -73,19 +78,19 @@ struct IntegerLayout {
 
 constexpr std::optional<IntegerLayout> integer_layout(Format format) {
   switch (format) {
-    case Format::kQ4_0: return IntegerLayout{4, 0, 8, nullptr, ScaleKind::kScale};
-    case Format::kQ4_1: return IntegerLayout{4, 0, 0, nullptr, ScaleKind::kScaleMin};
-    case Format::kQ5_0: return IntegerLayout{4, 1, 16, nullptr, ScaleKind::kScale};
-    case Format::kQ5_1: return IntegerLayout{4, 1, 0, nullptr, ScaleKind::kScaleMin};
-    case Format::kQ8_0: return IntegerLayout{8, 0, 0, nullptr, ScaleKind::kScale};
-    case Format::kQ2_K: return IntegerLayout{2, 0, 0, nullptr, ScaleKind::kSuperHalfMin};
-    case Format::kQ3_K: return IntegerLayout{2, 1, 4, nullptr, ScaleKind::kSuperHalf};
-    case Format::kQ4_K: return IntegerLayout{4, 0, 0, nullptr, ScaleKind::kSuperMin};
-    case Format::kQ5_K: return IntegerLayout{4, 1, 0, nullptr, ScaleKind::kSuperMin};
-    case Format::kQ6_K: return IntegerLayout{4, 2, 32, nullptr, ScaleKind::kSuperHalf};
-    case Format::kIQ4_NL: return IntegerLayout{4, 0, 0, kIq4Table, ScaleKind::kScale};
-    case Format::kIQ4_XS: return IntegerLayout{4, 0, 0, kIq4Table, ScaleKind::kSuperHalf};
-    case Format::kGGUF_MXFP4: return IntegerLayout{4, 0, 0, kE2m1Doubled, ScaleKind::kScale};
+    case Format::kQ4_0: return IntegerLayout{4, 0, 8, CodeTable::kNone, ScaleKind::kScale};
+    case Format::kQ4_1: return IntegerLayout{4, 0, 0, CodeTable::kNone, ScaleKind::kScaleMin};
+    case Format::kQ5_0: return IntegerLayout{4, 1, 16, CodeTable::kNone, ScaleKind::kScale};
+    case Format::kQ5_1: return IntegerLayout{4, 1, 0, CodeTable::kNone, ScaleKind::kScaleMin};
+    case Format::kQ8_0: return IntegerLayout{8, 0, 0, CodeTable::kNone, ScaleKind::kScale};
+    case Format::kQ2_K: return IntegerLayout{2, 0, 0, CodeTable::kNone, ScaleKind::kSuperHalfMin};
+    case Format::kQ3_K: return IntegerLayout{2, 1, 4, CodeTable::kNone, ScaleKind::kSuperHalf};
+    case Format::kQ4_K: return IntegerLayout{4, 0, 0, CodeTable::kNone, ScaleKind::kSuperMin};
+    case Format::kQ5_K: return IntegerLayout{4, 1, 0, CodeTable::kNone, ScaleKind::kSuperMin};
+    case Format::kQ6_K: return IntegerLayout{4, 2, 32, CodeTable::kNone, ScaleKind::kSuperHalf};
+    case Format::kIQ4_NL: return IntegerLayout{4, 0, 0, CodeTable::kIq4, ScaleKind::kScale};
+    case Format::kIQ4_XS: return IntegerLayout{4, 0, 0, CodeTable::kIq4, ScaleKind::kSuperHalf};
+    case Format::kGGUF_MXFP4: return IntegerLayout{4, 0, 0, CodeTable::kE2m1Doubled, ScaleKind::kScale};
     default: return std::nullopt;
   }
 }
