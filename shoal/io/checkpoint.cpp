@@ -10,27 +10,14 @@
 #include "shoal/base/error.h"
 #include "shoal/base/float_bits.h"
 #include "shoal/base/text.h"
+#include "shoal/io/hf_config.h"
 
 namespace shoal::io {
 namespace {
 
 constexpr int kAwqOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+constexpr int64_t kMaxGroup = 1 << 24;
 constexpr int64_t kQBlock = 32;  // values of a q4_0, q4_1 or q8_0 block
-
-std::string text_or(const Json& object, std::string_view key, const std::string& fallback) {
-  const Json* value = object.find(key);
-  return value != nullptr && value->is_string() ? value->as_string(key) : fallback;
-}
-
-int64_t int_or(const Json& object, std::string_view key, int64_t fallback) {
-  const Json* value = object.find(key);
-  return value == nullptr || value->is_null() ? fallback : value->as_int(concat("config.json: \"", key, "\""));
-}
-
-bool bool_or(const Json& object, std::string_view key, bool fallback) {
-  const Json* value = object.find(key);
-  return value == nullptr || value->is_null() ? fallback : value->as_bool(concat("config.json: \"", key, "\""));
-}
 
 template <class... Parts>
 [[noreturn]] void unsupported(const Parts&... parts) {
@@ -42,13 +29,14 @@ int64_t checked_group(int64_t group_size) {
   if (group_size == -1 || group_size == 0) {
     return 0;
   }
-  if (group_size < 16 || group_size > (1 << 24)) {
+  if (group_size < 16) {
     unsupported("a group of ", group_size, " values");
   }
   return group_size;
 }
 
-// Integer codes of a matrix with scales and zeros for groups of inputs.
+// Integer codes of a matrix with scales and zeros for groups of inputs. As large as the file's codes: made once they are
+// known to be there.
 struct Affine {
   int bits;
   int64_t n, k, group_size, groups;
@@ -163,8 +151,8 @@ Affine read_gptq_layer(const Layer& layer, int bits, int64_t group_size, bool le
   const uint32_t mask = (1u << bits) - 1;
   require_whole(k, per_word, layer, "qweight");
   require_whole(n, per_word, layer, "qzeros");
-  Affine affine(bits, n, k, group_size);
   const RawTensor& codes = layer.get("qweight", "I32", {k / per_word, n});
+  Affine affine(bits, n, k, group_size);
   for (int64_t row = 0; row < k / per_word; ++row) {
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t packed = word(codes, row * n + i);
@@ -188,11 +176,11 @@ Affine read_gptq_layer(const Layer& layer, int bits, int64_t group_size, bool le
 
 Affine read_awq_layer(const Layer& layer, int64_t group_size, int64_t n, int64_t k) {
   require_whole(n, 8, layer, "qweight");
-  Affine affine(4, n, k, group_size);
   const auto nibble = [&](const RawTensor& tensor, int64_t row, int64_t column, int i) {
     return static_cast<uint8_t>(word(tensor, row * (n / 8) + column) >> (4 * i) & 15);
   };
   const RawTensor& codes = layer.get("qweight", "I32", {k, n / 8});
+  Affine affine(4, n, k, group_size);
   const RawTensor& zeros = layer.get("qzeros", "I32", {affine.groups, n / 8});
   for (int64_t column = 0; column < n / 8; ++column) {
     for (int i = 0; i < 8; ++i) {
@@ -212,9 +200,9 @@ Affine read_awq_layer(const Layer& layer, int64_t group_size, int64_t n, int64_t
 Affine read_packed_layer(const Layer& layer, int bits, int64_t group_size, int64_t n, int64_t k) {
   const int64_t per_word = 32 / bits;
   const uint32_t mask = (1u << bits) - 1;
-  Affine affine(bits, n, k, group_size);
   const int64_t words = ceil_div(k, per_word);
   const RawTensor& codes = layer.get("weight_packed", "I32", {n, words});
+  Affine affine(bits, n, k, group_size);
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < k; ++j) {
       affine.codes[static_cast<size_t>(i * k + j)] =
@@ -235,8 +223,8 @@ Affine read_packed_layer(const Layer& layer, int bits, int64_t group_size, int64
 }
 
 Affine read_int8_layer(const Layer& layer, int64_t group_size, int64_t n, int64_t k) {
-  Affine affine(8, n, k, group_size);
   const RawTensor& codes = layer.get("weight", "I8", {n, k});
+  Affine affine(8, n, k, group_size);
   for (size_t i = 0; i < affine.codes.size(); ++i) {
     affine.codes[i] = static_cast<uint8_t>(static_cast<uint8_t>(codes.data[i]) ^ 0x80);  // plus 128
   }
@@ -412,7 +400,7 @@ CheckpointScheme::CheckpointScheme(const Json& config) {
   if (!quant->is_object()) {
     fail(ErrorCode::kModelFormat, "config.json: \"quantization_config\" must be an object");
   }
-  const std::string method = text_or(*quant, "quant_method", "unknown");
+  const std::string method = hf_string_or(*quant, "quant_method", "unknown");
   if (method == "gptq") {
     read_gptq(*quant);
   } else if (method == "awq") {
@@ -442,12 +430,12 @@ CheckpointScheme::CheckpointScheme(const Json& config) {
 
 void CheckpointScheme::read_gptq(const Json& config) {
   kind_ = Kind::kGptq;
-  bits_ = static_cast<int>(int_or(config, "bits", 4));
-  group_size_ = checked_group(int_or(config, "group_size", 128));
+  bits_ = static_cast<int>(hf_int_or(config, "bits", 4, 1, 64));
+  group_size_ = checked_group(hf_int_or(config, "group_size", 128, -1, kMaxGroup));
   if (bits_ != 2 && bits_ != 4 && bits_ != 8) {
     unsupported("gptq with ", bits_, " bits");
   }
-  const std::string format = text_or(config, "checkpoint_format", "gptq");
+  const std::string format = hf_string_or(config, "checkpoint_format", "gptq");
   if (format != "gptq" && format != "gptq_v2") {
     unsupported("gptq checkpoint_format \"", printable(format), "\"");
   }
@@ -456,16 +444,16 @@ void CheckpointScheme::read_gptq(const Json& config) {
 
 void CheckpointScheme::read_awq(const Json& config) {
   kind_ = Kind::kAwq;
-  bits_ = static_cast<int>(int_or(config, "bits", 4));
-  group_size_ = checked_group(int_or(config, "group_size", 128));
-  const std::string version = text_or(config, "version", "gemm");
+  bits_ = static_cast<int>(hf_int_or(config, "bits", 4, 1, 64));
+  group_size_ = checked_group(hf_int_or(config, "group_size", 128, -1, kMaxGroup));
+  const std::string version = hf_string_or(config, "version", "gemm");
   if (bits_ != 4 || (version != "gemm" && version != "GEMM")) {
     unsupported("awq version \"", printable(version), "\" with ", bits_, " bits");
   }
 }
 
 void CheckpointScheme::read_compressed(const Json& config) {
-  const std::string format = text_or(config, "format", "");
+  const std::string format = hf_string_or(config, "format", "");
   const Json* groups = config.find("config_groups");
   if (groups == nullptr || !groups->is_object() || groups->as_object("config_groups").size() != 1) {
     unsupported("compressed-tensors without exactly one entry in config_groups");
@@ -474,13 +462,13 @@ void CheckpointScheme::read_compressed(const Json& config) {
   if (weights == nullptr || !weights->is_object()) {
     unsupported("compressed-tensors without \"weights\" in config_groups");
   }
-  bits_ = static_cast<int>(int_or(*weights, "num_bits", 0));
-  group_size_ = checked_group(int_or(*weights, "group_size", 0));
-  const std::string strategy = text_or(*weights, "strategy", "");
+  bits_ = static_cast<int>(hf_int_or(*weights, "num_bits", 0, 1, 64));
+  group_size_ = checked_group(hf_int_or(*weights, "group_size", 0, -1, kMaxGroup));
+  const std::string strategy = hf_string_or(*weights, "strategy", "");
   if (format == "pack-quantized" && (bits_ == 4 || bits_ == 8)) {
     kind_ = Kind::kPacked;
   } else if ((format == "int-quantized" || format == "naive-quantized") && bits_ == 8 &&
-             text_or(*weights, "type", "int") == "int" && bool_or(*weights, "symmetric", true)) {
+             hf_string_or(*weights, "type", "int") == "int" && hf_bool_or(*weights, "symmetric", true)) {
     kind_ = Kind::kInt8;
   } else if ((format == "float-quantized" || format == "naive-quantized") && bits_ == 8) {
     kind_ = Kind::kFp8;
@@ -494,7 +482,7 @@ void CheckpointScheme::read_compressed(const Json& config) {
 }
 
 void CheckpointScheme::read_modelopt(const Json& config) {
-  const std::string algorithm = text_or(config, "quant_algo", "");
+  const std::string algorithm = hf_string_or(config, "quant_algo", "");
   if (algorithm == "NVFP4") {
     kind_ = Kind::kNvfp4;
     bits_ = 4;

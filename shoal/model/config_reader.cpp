@@ -100,19 +100,6 @@ RopeConfig read_gguf_rope(const io::GgufFile& file, const std::string& arch, int
   return rope;
 }
 
-const Json& member(const Json& config, std::string_view key) {
-  const Json* value = config.find(key);
-  if (value == nullptr || value->is_null()) {
-    fail(ErrorCode::kModelFormat, "config.json: \"", key, "\" is missing");
-  }
-  return *value;
-}
-
-bool given(const Json& config, std::string_view key) {
-  const Json* value = config.find(key);
-  return value != nullptr && !value->is_null();
-}
-
 Gate read_gate(const Json& config) {
   const std::string name = hf_string_or(config, "hidden_activation", hf_string_or(config, "hidden_act", "silu"));
   if (name == "silu" || name == "swish") {
@@ -179,7 +166,7 @@ DecoderConfig read_hf_config(const Json& config) {
   c.attention_softcap = static_cast<float>(hf_double_or(config, "attn_logit_softcapping", 0.0));
   c.logit_softcap = static_cast<float>(hf_double_or(config, "final_logit_softcapping", 0.0));
   c.gate = read_gate(config);
-  const Json* rope = given(config, "rope_parameters") ? config.find("rope_parameters") : config.find("rope_scaling");
+  const Json* rope = hf_given(config, "rope_parameters") ? config.find("rope_parameters") : config.find("rope_scaling");
   c.ropes = {read_hf_rope(config, rope, hf_double_or(config, "rope_theta", 10000.0), c.head_dim)};
   c.layers.assign(static_cast<size_t>(c.num_layers), {});
   return c;
@@ -190,8 +177,11 @@ namespace {
 // The share of a head's channels that is rotated: in the rope object, in the config, or as a number of channels.
 int64_t read_hf_rotary_dim(const Json& config, const Json* rope, int64_t head_dim) {
   constexpr std::string_view kPartial = "partial_rotary_factor";
-  const bool in_rope = rope != nullptr && rope->is_object() && given(*rope, kPartial);
+  const bool in_rope = rope != nullptr && rope->is_object() && hf_given(*rope, kPartial);
   const double partial = hf_double_or(in_rope ? *rope : config, kPartial, 1.0);
+  if (!(partial > 0.0 && partial <= 1.0)) {
+    fail(ErrorCode::kModelFormat, "config.json: ", kPartial, " is ", partial, ", expected a part of 1");
+  }
   const auto share = static_cast<int64_t>(static_cast<double>(head_dim) * partial);
   const int64_t rotary_dim = partial == 1.0 ? hf_int_or(config, "rotary_dim", head_dim, 2, head_dim) : share;
   if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) {
@@ -238,13 +228,19 @@ void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool no
 ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, const DecoderConfig& decoder) {
   ExpertsConfig experts;
   // Newer configs call it so in every family.
-  const bool is_new = !given(config, keys.num_experts) && given(config, "num_local_experts");
+  const bool is_new = !hf_given(config, keys.num_experts) && hf_given(config, "num_local_experts");
   experts.num_experts = hf_int(config, is_new ? "num_local_experts" : keys.num_experts, 1, 65536);
   experts.top_k = hf_int(config, "num_experts_per_tok", 1, 65536);
   experts.expert_hidden = hf_int(config, keys.expert_hidden, 1, kMaxWidth);
   experts.gate = decoder.gate;
   check_experts(experts);
   return experts;
+}
+
+void set_expert_layers(DecoderConfig& decoder, int64_t first) {
+  for (int64_t i = first; i < decoder.num_layers; ++i) {
+    decoder.layers[static_cast<size_t>(i)].has_experts = true;
+  }
 }
 
 void read_hf_sparse_layers(const Json& json, DecoderConfig& config) {
@@ -260,6 +256,23 @@ void read_hf_sparse_layers(const Json& json, DecoderConfig& config) {
   }
 }
 
+void check_sigmoid(const ExpertsConfig& experts) {
+  constexpr int64_t kMaxExperts = 512;  // of the router
+  if (experts.num_experts > kMaxExperts) {
+    fail(ErrorCode::kUnsupported, "config.json: sigmoid routing to ", experts.num_experts,
+         " experts is not supported (at most ", kMaxExperts, ")");
+  }
+  if (experts.num_experts % experts.num_groups != 0) {
+    fail(ErrorCode::kModelFormat, "config.json: ", experts.num_experts, " experts are not a multiple of ",
+         experts.num_groups, " groups");
+  }
+  const int64_t num_choices = experts.num_experts / experts.num_groups * experts.top_groups;
+  if (experts.top_k > num_choices) {
+    fail(ErrorCode::kModelFormat, "config.json: each token goes to ", experts.top_k, " experts, the best ",
+         experts.top_groups, " groups have ", num_choices);
+  }
+}
+
 void read_hf_groups(const Json& config, DecoderConfig& decoder) {
   decoder.experts = read_hf_experts(config, {.num_experts = "n_routed_experts"}, decoder);
   ExpertsConfig& experts = decoder.experts;
@@ -268,15 +281,9 @@ void read_hf_groups(const Json& config, DecoderConfig& decoder) {
   experts.scale = static_cast<float>(hf_positive_or(config, "routed_scaling_factor", 1.0));
   experts.num_groups = hf_int_or(config, "n_group", 1, 1, experts.num_experts);
   experts.top_groups = hf_int_or(config, "topk_group", 1, 1, experts.num_groups);
-  if (experts.num_experts % experts.num_groups != 0) {
-    fail(ErrorCode::kModelFormat, "config.json: ", experts.num_experts, " experts are not a multiple of ",
-         experts.num_groups, " groups");
-  }
+  check_sigmoid(experts);
   experts.shared_hidden = hf_int_or(config, "n_shared_experts", 0, 0, 64) * experts.expert_hidden;
-  const int64_t num_dense = hf_int_or(config, "first_k_dense_replace", 0, 0, decoder.num_layers);
-  for (int64_t i = num_dense; i < decoder.num_layers; ++i) {
-    decoder.layers[static_cast<size_t>(i)].has_experts = true;
-  }
+  set_expert_layers(decoder, hf_int_or(config, "first_k_dense_replace", 0, 0, decoder.num_layers));
 }
 
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim) {
@@ -337,23 +344,18 @@ std::string hf_tensor_prefix(const io::WeightSource& source) {
 }
 
 void read_hf_windows(const Json& config, DecoderConfig& decoder) {
-  if (!given(config, "sliding_window") || !hf_bool_or(config, "use_sliding_window", true)) {
+  if (!hf_given(config, "sliding_window") || !hf_bool_or(config, "use_sliding_window", true)) {
     return;
   }
   const int64_t window = hf_int(config, "sliding_window", 1, kMaxPositions);
-  if (given(config, "layer_types")) {
-    const Json::Array& types = config.find("layer_types")->as_array("config.json: layer_types");
-    if (types.size() != decoder.layers.size()) {
-      fail(ErrorCode::kModelFormat, "config.json: layer_types has ", types.size(), " entries for ",
-           decoder.layers.size(), " layers");
+  const std::vector<std::string> types = hf_layer_types(config, decoder.layers.size());
+  for (size_t i = 0; i < types.size(); ++i) {
+    if (types[i] != "sliding_attention" && types[i] != "full_attention") {
+      fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(types[i]), "\" is not supported");
     }
-    for (size_t i = 0; i < types.size(); ++i) {
-      const std::string& type = types[i].as_string("config.json: layer_types");
-      if (type != "sliding_attention" && type != "full_attention") {
-        fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(type), "\" is not supported");
-      }
-      decoder.layers[i].window = type == "sliding_attention" ? window : 0;
-    }
+    decoder.layers[i].window = types[i] == "sliding_attention" ? window : 0;
+  }
+  if (!types.empty()) {
     return;
   }
   // Older configs: layers from max_window_layers on have the window; without that number all do.
@@ -361,34 +363,6 @@ void read_hf_windows(const Json& config, DecoderConfig& decoder) {
   for (int64_t i = first; i < decoder.num_layers; ++i) {
     decoder.layers[static_cast<size_t>(i)].window = window;
   }
-}
-
-int64_t hf_int(const Json& config, std::string_view key, int64_t low, int64_t high) {
-  const int64_t value = member(config, key).as_int(concat("config.json: \"", key, "\""));
-  if (value < low || value > high) {
-    fail(ErrorCode::kModelFormat, "config.json: \"", key, "\" is ", value, ", expected ", low, " to ", high);
-  }
-  return value;
-}
-
-int64_t hf_int_or(const Json& config, std::string_view key, int64_t fallback, int64_t low, int64_t high) {
-  return given(config, key) ? hf_int(config, key, low, high) : fallback;
-}
-
-double hf_double_or(const Json& config, std::string_view key, double fallback) {
-  return given(config, key) ? config.find(key)->as_double(concat("config.json: \"", key, "\"")) : fallback;
-}
-
-double hf_positive_or(const Json& config, std::string_view key, double fallback) {
-  return positive(hf_double_or(config, key, fallback), concat("config.json: \"", key, "\""));
-}
-
-bool hf_bool_or(const Json& config, std::string_view key, bool fallback) {
-  return given(config, key) ? config.find(key)->as_bool(concat("config.json: \"", key, "\"")) : fallback;
-}
-
-std::string hf_string_or(const Json& config, std::string_view key, std::string_view fallback) {
-  return given(config, key) ? config.find(key)->as_string(concat("config.json: \"", key, "\"")) : std::string(fallback);
 }
 
 }  // namespace shoal

@@ -6,10 +6,20 @@
 #include <string_view>
 
 #include "shoal/io/gguf.h"
+#include "shoal/io/hf_config.h"
 #include "shoal/io/safetensors.h"
 #include "shoal/model/decoder.h"
 
 namespace shoal {
+
+using io::hf_bool_or;
+using io::hf_double_or;
+using io::hf_given;
+using io::hf_int;
+using io::hf_int_or;
+using io::hf_layer_types;
+using io::hf_positive_or;
+using io::hf_string_or;
 
 // What GGUF keys ("<architecture>.block_count" ...) say about a dense decoder. Ropes has one entry; layers are global.
 DecoderConfig read_gguf_config(const io::GgufFile& file);
@@ -32,8 +42,12 @@ struct HfExpertKeys {
   std::string_view expert_hidden = "moe_intermediate_size";
 };
 ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, const DecoderConfig& decoder);
+// Layers from `first` on have experts.
+void set_expert_layers(DecoderConfig& decoder, int64_t first = 0);
 // Every decoder_sparse_step-th layer has experts, but for those in mlp_only_layers.
 void read_hf_sparse_layers(const Json& config, DecoderConfig& decoder);
+// What sigmoid routing needs: kModelFormat or kUnsupported otherwise.
+void check_sigmoid(const ExpertsConfig& experts);
 // By the keys of deepseek and glm: experts with sigmoid routing within groups, the shared one, and the dense layers before.
 void read_hf_groups(const Json& config, DecoderConfig& decoder);
 
@@ -45,13 +59,5 @@ std::string hf_tensor_prefix(const io::WeightSource& source);
 
 // Sliding windows by `layer_types`, or nothing where the config does not use them.
 void read_hf_windows(const Json& config, DecoderConfig& decoder);
-
-// Members of a config object; kModelFormat "config.json: ..." when missing or out of range.
-int64_t hf_int(const Json& config, std::string_view key, int64_t low, int64_t high);
-int64_t hf_int_or(const Json& config, std::string_view key, int64_t fallback, int64_t low, int64_t high);
-double hf_double_or(const Json& config, std::string_view key, double fallback);
-double hf_positive_or(const Json& config, std::string_view key, double fallback);
-bool hf_bool_or(const Json& config, std::string_view key, bool fallback);
-std::string hf_string_or(const Json& config, std::string_view key, std::string_view fallback);
 
 }  // namespace shoal

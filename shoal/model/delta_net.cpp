@@ -1,6 +1,7 @@
 #include "shoal/model/delta_net.h"
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/model/views.h"
@@ -134,9 +135,11 @@ void DeltaNet::forward(const TensorView& h, const TensorView& out, const Batch& 
                                 context);
   window.store();
   const SlotRows state(batch, workspace, [&](StateSlot slot) { return states.recurrent_state(state_idx, slot); });
-  TensorView heads(out.data, DType::kF32, {num_tokens, c.num_value_heads, c.value_dim});
-  heads.strides[0] = out.stride(0);
-  gated_delta_net({.output = heads,
+  // In the memory of the convolution's input, which is done with: all heads' rows beside each other.
+  const auto attended = [&](std::initializer_list<int64_t> shape) {
+    return TensorView(buffers.qkv.data, DType::kF32, shape);
+  };
+  gated_delta_net({.output = attended({num_tokens, c.num_value_heads, c.value_dim}),
                    .final_state = state.rows(),
                    .query = columns(buffers.qkvz, 0, c.conv_width()),
                    .cu_seqlens = batch.cu_q_lens,
@@ -150,11 +153,10 @@ void DeltaNet::forward(const TensorView& h, const TensorView& out, const Batch& 
                    .qk_l2_norm = 1},
                   context);
   state.store();
-  for (int64_t head = 0; head < c.num_value_heads; ++head) {
-    const TensorView rows = columns(out, head * c.value_dim, c.value_dim);
-    rms_norm({.out = rows, .x = rows, .weight = norm_, .eps = c.norm_eps}, context);
-  }
-  gated_activation({.out = out, .gate = buffers.z, .value = out, .kind = Gate::kSilu}, context);
+  const TensorView rows = attended({num_tokens * c.num_value_heads, c.value_dim});
+  rms_norm({.out = rows, .x = rows, .weight = norm_, .eps = c.norm_eps}, context);
+  gated_activation(
+      {.out = out, .gate = buffers.z, .value = attended({num_tokens, c.value_width()}), .kind = Gate::kSilu}, context);
 }
 
 }  // namespace shoal

@@ -72,10 +72,6 @@ class Experts {
   // out, h [num_tokens, hidden] f32; they may not overlap.
   void forward(const TensorView& h, const TensorView& out, const OpContext& context) const;
 
-  const ExpertsConfig& config() const { return config_; }
-  std::string_view layout() const { return gate_up_.front().layout(); }
-  std::string_view variant() const { return gate_up_.front().variant(); }
-
  private:
   struct Routing {
     TensorView ids, weights;  // [num_tokens, top_k] i32, f32

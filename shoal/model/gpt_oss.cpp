@@ -176,9 +176,7 @@ std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const Lo
   config.experts =
       read_hf_experts(json, {.num_experts = "num_local_experts", .expert_hidden = "intermediate_size"}, config);
   set_gate(config.experts, hf_positive_or(json, "swiglu_limit", kLimit));
-  for (DecoderLayerConfig& layer : config.layers) {
-    layer.has_experts = true;
-  }
+  set_expert_layers(config);
   config.qkv_bias = hf_bool_or(json, "attention_bias", true);
   read_hf_windows(json, config);
   const std::string prefix = hf_tensor_prefix(*folder);

@@ -1,6 +1,9 @@
 // lfm2 and lfm2_moe: short convolutions in most layers, attention with norms of the heads in the others; feed-forwards
 // dense, or behind the first layers experts with sigmoid routing and a selection bias. From GGUF: lfm2.
+#include <algorithm>
 #include <array>
+#include <string>
+#include <vector>
 
 #include "shoal/base/text.h"
 #include "shoal/model/config_reader.h"
@@ -33,18 +36,16 @@ std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadO
 }
 
 void read_layers(const Json& json, DecoderConfig& config) {
-  const Json* types = json.find("layer_types");
-  if (types == nullptr || types->as_array("config.json: layer_types").size() != config.layers.size()) {
-    fail(ErrorCode::kModelFormat, "config.json: \"layer_types\" does not have an entry for each of the ",
-         config.layers.size(), " layers");
-  }
   config.conv_taps = hf_int(json, "conv_L_cache", 2, 64);
-  for (size_t i = 0; i < config.layers.size(); ++i) {
-    const std::string& type = types->as_array("layer_types")[i].as_string("config.json: layer_types");
-    if (type != "conv" && type != "full_attention") {
-      fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(type), "\" is not supported");
+  const std::vector<std::string> types = hf_layer_types(json, config.layers.size());
+  if (types.empty()) {
+    fail(ErrorCode::kModelFormat, "config.json: \"layer_types\" is missing");
+  }
+  for (size_t i = 0; i < types.size(); ++i) {
+    if (types[i] != "conv" && types[i] != "full_attention") {
+      fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(types[i]), "\" is not supported");
     }
-    config.layers[i].mixer = type == "conv" ? Mixer::kShortConv : Mixer::kAttention;
+    config.layers[i].mixer = types[i] == "conv" ? Mixer::kShortConv : Mixer::kAttention;
   }
 }
 
@@ -54,8 +55,8 @@ int64_t adjusted_width(const Json& json, int64_t width) {
     return width;
   }
   width = 2 * width / 3;
-  const double factor = hf_double_or(json, "block_ffn_dim_multiplier", 0.0);
-  if (factor > 0.0) {
+  if (hf_given(json, "block_ffn_dim_multiplier")) {
+    const double factor = std::min(hf_positive_or(json, "block_ffn_dim_multiplier", 1.0), 64.0);  // no overflow
     const int64_t multiple = hf_int_or(json, "block_multiple_of", 256, 1, 65536);
     width = static_cast<int64_t>(factor * static_cast<double>(width));
     width = (width + multiple - 1) / multiple * multiple;
@@ -68,10 +69,8 @@ void read_experts(const Json& json, DecoderConfig& config) {
   config.experts.score = RouterScore::kSigmoid;
   config.experts.normalize = hf_bool_or(json, "norm_topk_prob", true);
   config.experts.scale = static_cast<float>(hf_positive_or(json, "routed_scaling_factor", 1.0));
-  const int64_t num_dense = hf_int_or(json, "num_dense_layers", 0, 0, config.num_layers);
-  for (int64_t i = num_dense; i < config.num_layers; ++i) {
-    config.layers[static_cast<size_t>(i)].has_experts = true;
-  }
+  check_sigmoid(config.experts);
+  set_expert_layers(config, hf_int_or(json, "num_dense_layers", 0, 0, config.num_layers));
 }
 
 DecoderNames names_of(const std::string& prefix) {

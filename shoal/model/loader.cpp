@@ -42,13 +42,14 @@ Tensor Loader::vector(const std::string& name, std::initializer_list<int64_t> sh
 }
 
 LoadedMatrix Loader::matrix(const std::string& stem, int64_t n, int64_t k) {
-  num_parameters_ += n * k;
   if (scheme_.covers(source_, stem)) {
     io::OwnedMatrix read = scheme_.read(source_, stem, n, k, precision_ == MatmulPrecision::kExact);
+    num_parameters_ += n * k;
     return {read.matrix, nullptr, std::move(read.owner)};
   }
   const int64_t shape[] = {n, k};
   const io::WeightTensor& tensor = source_.get(stem + kWeight, shape);
+  num_parameters_ += n * k;  // fits: there is a tensor of that shape
   return {io::as_matrix(tensor, n, k), &tensor};
 }
 

@@ -32,10 +32,9 @@ std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const Lo
   if (config.architecture == "minimax_m2") {
     config.qk_norm = QkNorm::kWhole;
     config.experts.score = RouterScore::kSigmoid;
+    check_sigmoid(config.experts);
   }
-  for (DecoderLayerConfig& layer : config.layers) {
-    layer.has_experts = true;
-  }
+  set_expert_layers(config);
   read_hf_windows(json, config);
   const DecoderNames names = names_of(*folder);
   return make_decoder(std::move(config), names, std::move(folder), options, context);

@@ -23,9 +23,7 @@ std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const Lo
   const Json& json = folder->config();
   DecoderConfig config = read_hf_config(json);
   config.qk_norm = QkNorm::kWhole;
-  for (DecoderLayerConfig& layer : config.layers) {
-    layer.has_experts = true;
-  }
+  set_expert_layers(config);
   if (hf_double_or(json, "clip_qkv", 0.0) != 0.0) {
     fail(ErrorCode::kUnsupported, "config.json: clip_qkv is not supported");
   }

@@ -2,6 +2,8 @@
 // stored less one, heads partly rotated. qwen3_next and qwen3_5_moe have experts with a gated shared one, qwen3_5 a dense
 // feed-forward. Of qwen3_5's vision-language checkpoints the text part is read.
 #include <array>
+#include <string>
+#include <vector>
 
 #include "shoal/base/text.h"
 #include "shoal/model/config_reader.h"
@@ -14,23 +16,19 @@ namespace {
 constexpr std::array<std::string_view, 5> kHfNames{"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
                                                    "qwen3_5_moe_text"};
 
+// By layer_types, or every full_attention_interval-th has attention.
 void read_layers(const Json& json, DecoderConfig& config) {
-  const Json* types = json.find("layer_types");
-  if (types != nullptr && !types->is_null() &&
-      types->as_array("config.json: layer_types").size() != config.layers.size()) {
-    fail(ErrorCode::kModelFormat, "config.json: \"layer_types\" does not have an entry for each of the ",
-         config.layers.size(), " layers");
-  }
   const int64_t interval = hf_int_or(json, "full_attention_interval", 4, 1, 4096);
+  const std::vector<std::string> types = hf_layer_types(json, config.layers.size());
   for (size_t i = 0; i < config.layers.size(); ++i) {
-    std::string type = static_cast<int64_t>(i + 1) % interval == 0 ? "full_attention" : "linear_attention";
-    if (types != nullptr && !types->is_null()) {
-      type = types->as_array("layer_types")[i].as_string("config.json: layer_types");
+    bool is_full = static_cast<int64_t>(i + 1) % interval == 0;
+    if (!types.empty()) {
+      is_full = types[i] == "full_attention";
+      if (!is_full && types[i] != "linear_attention") {
+        fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(types[i]), "\" is not supported");
+      }
     }
-    if (type != "linear_attention" && type != "full_attention") {
-      fail(ErrorCode::kUnsupported, "config.json: layer type \"", printable(type), "\" is not supported");
-    }
-    config.layers[i].mixer = type == "full_attention" ? Mixer::kAttention : Mixer::kDeltaNet;
+    config.layers[i].mixer = is_full ? Mixer::kAttention : Mixer::kDeltaNet;
   }
 }
 

@@ -283,3 +283,13 @@ def test_inspect_counts_packed_weights(tmp_path):
     assert quantised["supported"] is True
     assert quantised["parameters"] == plain["parameters"]
     assert any(t["format"] == "I32" and t["name"].endswith("qweight") for t in quantised["tensors"])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "int8", "fp8_blocks", "nvfp4_packed"])
+def test_a_config_that_claims_more_than_there_is_costs_nothing(name, tmp_path):
+    """Widths of a petabyte: refused by the shape of the first tensor, before anything is allocated for them."""
+    quantised, config = checkpoint(name, tmp_path)
+    huge = config | {"intermediate_size": 1 << 24, "num_attention_heads": 65536, "num_key_value_heads": 65536}
+    folder = tiny_models.write_folder(tmp_path / "huge", huge, quantised)
+    with pytest.raises(shoal.ModelFormatError, match=r"model\.layers\.0\."):
+        shoal.LLM(str(folder))
