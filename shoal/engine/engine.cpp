@@ -4,6 +4,7 @@
 #include <cmath>
 #include <new>
 
+#include "shoal/cuda/device.h"
 #include "shoal/engine/engine_impl.h"
 #include "shoal/engine/kv_calibration.h"
 
@@ -33,6 +34,10 @@ SchedulerOptions scheduler_options(const EngineOptions& options, const ModelInfo
   return result;
 }
 
+Allocator allocator_of(Device device) {
+  return device.type == DeviceType::kCuda ? cuda::allocator(device.index) : host_allocator();
+}
+
 std::unique_ptr<KvCache> make_cache(Model& model, const EngineOptions& options, const ResolvedOptions& resolved,
                                     const OpContext& context) {
   std::vector<KvScales> scales;
@@ -40,7 +45,29 @@ std::unique_ptr<KvCache> make_cache(Model& model, const EngineOptions& options, 
     scales = calibrate_kv(model, resolved.max_context, context);
   }
   return std::make_unique<KvCache>(model.info().kv_layers, resolved.kv_type, resolved.num_pages, options.page_size,
-                                   scales);
+                                   scales, allocator_of(context.device));
+}
+
+std::unique_ptr<DeviceStep> make_device_step(Device device, const EngineOptions& options, const ModelInfo& model,
+                                             const ResolvedOptions& resolved) {
+  if (device.type == DeviceType::kCpu) {
+    return nullptr;
+  }
+  return std::make_unique<DeviceStep>(
+      device.index, DeviceStep::Limits{.max_tokens = options.max_batch_tokens,
+                                       .max_seqs = std::min(options.max_seqs, options.max_batch_tokens),
+                                       .max_pages = ceil_div(resolved.max_context, options.page_size),
+                                       .max_logit_rows = max_logit_rows(options, model),
+                                       .vocab_size = model.vocab_size});
+}
+
+OpContext make_context(cpu::ThreadPool& threads, Workspace& workspace, Device device, const DeviceStep* step) {
+  OpContext context{&threads, &workspace, cpu::default_isa(), {}};
+  context.device = device;
+  if (step != nullptr) {
+    context.stream = step->stream();
+  }
+  return context;
 }
 
 std::unique_ptr<StatePool> make_states(const ModelInfo& model, const EngineOptions& options) {
@@ -90,8 +117,11 @@ std::string_view to_string(FinishReason reason) {
 Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, std::unique_ptr<cpu::ThreadPool> pool)
     : model_(require_model(std::move(model))),
       threads_(std::move(pool)),
-      resolved_(resolve_options(options, model_->info(), available_memory_bytes())),
-      context_{threads_.get(), &workspace_, cpu::default_isa(), {}},
+      device_(model_->info().device),
+      resolved_(resolve_options(options, model_->info(), available_memory_bytes(device_), device_)),
+      workspace_(allocator_of(device_)),
+      device_step_(make_device_step(device_, options, model_->info(), resolved_)),
+      context_(make_context(*threads_, workspace_, device_, device_step_.get())),
       cache_(make_cache(*model_, options, resolved_, context_)),
       states_(make_states(model_->info(), options)),
       pages_(resolved_.num_pages),
@@ -110,7 +140,7 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, s
 
   info_.architecture = from.architecture;
   info_.model_name = from.name;
-  info_.device = "cpu";
+  info_.device = device_.type == DeviceType::kCpu ? "cpu" : concat("cuda:", device_.index);
   info_.isa = cpu::to_string(context_.isa);
   info_.kv_dtype = to_string(resolved_.kv_type);
   info_.threads = threads_->num_threads();
@@ -335,7 +365,12 @@ void Engine::Impl::step() {
   }
   const TensorView logits(rows, DType::kF32, {batch_.num_logit_rows(), info_.vocab_size});
   try {
-    model_->forward(batch_.batch(), {*cache_, states_.get()}, logits, context_);
+    const ModelMemory memory{*cache_, states_.get()};
+    if (device_step_) {
+      device_step_->forward(*model_, batch_.batch(), memory, logits, context_);
+    } else {
+      model_->forward(batch_.batch(), memory, logits, context_);
+    }
     draw(chunks);
   } catch (const Error& error) {
     fail_chunks(chunks, error.code(), error.what());

@@ -23,8 +23,8 @@ class Model;
 
 struct EngineOptions {
   std::string model;              // path of a GGUF file or a model folder
-  std::string device = "auto";    // auto, cpu
-  std::string kv_dtype = "auto";  // auto, f32, f16, bf16, int8; auto: f16, with exact f32
+  std::string device = "auto";    // auto, cpu, cuda, cuda:N; auto: CUDA where it is, if the options below allow it
+  std::string kv_dtype = "auto";  // auto, f32, f16, bf16, int8; auto: f16, with exact f32, on CUDA bf16
   // Tokens of one sequence, prompt and answer, at most the model's; 0: the model's, but no more than 8192.
   int64_t max_context = 0;
   int64_t max_batch_tokens = 2048;  // token budget of a step; bounds a prefill chunk
@@ -82,7 +82,7 @@ struct EngineStats {
 struct EngineInfo {
   std::string architecture;
   std::string model_name;
-  std::string device;    // "cpu"
+  std::string device;    // "cpu", "cuda:0"
   std::string isa;       // "avx2"
   std::string kv_dtype;  // resolved
   int threads = 0;

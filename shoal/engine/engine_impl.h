@@ -16,6 +16,7 @@
 
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/engine/batch.h"
+#include "shoal/engine/device_step.h"
 #include "shoal/engine/engine.h"
 #include "shoal/engine/resolve.h"
 #include "shoal/engine/scheduler.h"
@@ -92,8 +93,10 @@ class Engine::Impl {
 
   std::unique_ptr<Model> model_;
   std::unique_ptr<cpu::ThreadPool> threads_;
+  Device device_;
   ResolvedOptions resolved_;
   Workspace workspace_;
+  std::unique_ptr<DeviceStep> device_step_;  // null on the CPU
   OpContext context_;
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<StatePool> states_;  // null for a model without states

@@ -1,5 +1,6 @@
 // The one place where the engine reads a model from disk. Apart from engine.cpp, so that a program with a model of its
 // own does not link every architecture.
+#include "shoal/cuda/device.h"
 #include "shoal/engine/engine_impl.h"
 
 namespace shoal {
@@ -8,7 +9,11 @@ Engine::Engine(const EngineOptions& options) {
   check_options(options);
   auto threads = std::make_unique<cpu::ThreadPool>(options.threads);
   Workspace workspace;
-  const OpContext context{threads.get(), &workspace, cpu::default_isa(), {}};
+  OpContext context{threads.get(), &workspace, cpu::default_isa(), {}};
+  context.device = resolve_device(options);
+  if (context.device.type == DeviceType::kCuda) {
+    cuda::use_device(context.device.index);
+  }
   LoadOptions load;
   load.exact = options.exact;
   load.max_positions = options.max_context > 0 ? options.max_context : kDefaultMaxContext;

@@ -7,6 +7,7 @@
 
 #include "shoal/base/checked.h"
 #include "shoal/base/text.h"
+#include "shoal/cuda/device.h"
 
 namespace shoal {
 namespace {
@@ -19,13 +20,19 @@ void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
   require(value >= low && value <= high, name, " must be ", low, " to ", high, ", not ", value);
 }
 
-KvType kv_type_of(const EngineOptions& options) {
+KvType kv_type_of(const EngineOptions& options, Device device = {}) {
   const std::string& name = options.kv_dtype;
+  if (name == "auto" && device.type == DeviceType::kCuda) {
+    return KvType::kBF16;  // the tensor cores' own type, with the range of f32
+  }
   if (name == "auto") {
     return options.exact ? KvType::kF32 : KvType::kF16;
   }
   for (const KvType type : {KvType::kF32, KvType::kF16, KvType::kBF16, KvType::kI8}) {
     if (name == to_string(type)) {
+      if (device.type == DeviceType::kCuda && (type == KvType::kF32 || type == KvType::kI8)) {
+        fail(ErrorCode::kUnsupported, "kv_dtype ", name, " has no CUDA path yet: use bf16 or f16");
+      }
       return type;
     }
   }
@@ -79,13 +86,33 @@ std::string_view to_string(KvType type) {
   return "unknown";
 }
 
-void check_options(const EngineOptions& options) {
-  if (options.device == "cuda" || options.device.starts_with("cuda:")) {
-    fail(ErrorCode::kUnsupported, "device ", printable(options.device), ": this build has no CUDA; use cpu");
+Device resolve_device(const EngineOptions& options) {
+  const std::string& name = options.device;
+  if (name == "cpu") {
+    return {};
   }
-  require(options.device == "auto" || options.device == "cpu", "device must be auto or cpu, not '",
-          printable(options.device), "'");
-  kv_type_of(options);
+  if (name == "auto") {
+    const bool fits = !options.exact && options.kv_dtype != "f32" && options.kv_dtype != "int8";
+    return fits && cuda::device_count() > 0 ? Device{DeviceType::kCuda, 0} : Device{};
+  }
+  constexpr size_t kMaxDigits = 3;
+  const std::string index = name.starts_with("cuda:") ? name.substr(5) : name == "cuda" ? "0" : "";
+  require(!index.empty() && index.size() <= kMaxDigits && index.find_first_not_of("0123456789") == std::string::npos,
+          "device must be auto, cpu, cuda or cuda:N, not '", printable(name), "'");
+  const Device device{DeviceType::kCuda, std::stoi(index)};
+  const int count = cuda::device_count();
+  if (device.index >= count) {
+    fail(ErrorCode::kUnsupported, "device ", name, ": ",
+         count == 0 ? cuda::why_no_device() : concat("there are ", count, ", numbered from 0"));
+  }
+  if (options.exact) {
+    fail(ErrorCode::kUnsupported, "device ", name, ": exact has no CUDA path; use device cpu");
+  }
+  return device;
+}
+
+void check_options(const EngineOptions& options) {
+  kv_type_of(options, resolve_device(options));
   check_range("max_context", options.max_context, 0, std::numeric_limits<int32_t>::max());
   check_range("max_batch_tokens", options.max_batch_tokens, 1, 1 << 20);
   check_range("max_seqs", options.max_seqs, 1, 1 << 16);
@@ -97,17 +124,20 @@ void check_options(const EngineOptions& options) {
 }
 
 ResolvedOptions resolve_options(const EngineOptions& options, const ModelInfo& model,
-                                std::optional<int64_t> available_bytes) {
+                                std::optional<int64_t> available_bytes, Device device) {
   check_options(options);
   ResolvedOptions resolved;
-  resolved.kv_type = kv_type_of(options);
+  resolved.kv_type = kv_type_of(options, device);
   resolved.max_context = resolve_max_context(options, model);
   const int64_t page_bytes = KvCache::bytes_per_page(model.kv_layers, resolved.kv_type, options.page_size);
   resolved.num_pages = resolve_num_pages(options, resolved.max_context, page_bytes, available_bytes);
   return resolved;
 }
 
-std::optional<int64_t> available_memory_bytes() {
+std::optional<int64_t> available_memory_bytes(Device device) {
+  if (device.type == DeviceType::kCuda) {
+    return cuda::device_info(device.index).free_bytes;
+  }
   std::ifstream file("/proc/meminfo");
   std::string name;
   std::string unit;

@@ -16,6 +16,7 @@
 #include "shoal/ops/embedding/embedding.h"
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
+#include "shoal/ops/rows/rows.h"
 
 namespace shoal {
 namespace {
@@ -35,15 +36,16 @@ struct Block {
 // Buffers of a step that live in the workspace.
 struct StepBuffers {
   TensorView x, h, qkv, mixed, projected, gate_up, activated;
+  TensorView kept_x, kept_mixed;  // [max_logit_rows, .] of x and mixed, the rows that matter after the last attention
 };
 
 class Decoder final : public Model {
  public:
   Decoder(DecoderConfig config, const DecoderNames& names, std::unique_ptr<io::WeightSource> source,
           const LoadOptions& options, const OpContext& context)
-      : config_(std::move(config)), source_(std::move(source)) {
+      : config_(std::move(config)), source_(std::move(source)), device_(context.device) {
+    check_device();
     load(names, options, context);
-    make_ropes(options);
   }
 
   const ModelInfo& info() const override { return info_; }
@@ -69,6 +71,9 @@ class Decoder final : public Model {
     for (const int64_t width : widths) {
       total += Workspace::bytes_for<float>(static_cast<size_t>(rows * width));
     }
+    for (const int64_t width : {config_.hidden, max_mixed_width()}) {
+      total += Workspace::bytes_for<float>(static_cast<size_t>(limits.max_logit_rows * width));
+    }
     return total;
   }
 
@@ -76,24 +81,49 @@ class Decoder final : public Model {
                const OpContext& context) override {
     const Workspace::Scope scope(*context.workspace);
     const int64_t num_tokens = batch.token_ids.dim(0);
-    StepBuffers buffers = take_buffers(num_tokens, *context.workspace);
+    StepBuffers buffers = take_buffers(num_tokens, batch.logit_rows.dim(0), *context.workspace);
     embedding({.out = buffers.x, .ids = batch.token_ids, .table = embedding_.matrix, .scale = config_.embedding_scale},
               context);
     for (size_t i = 0; i < blocks_.size(); ++i) {
       mix(i, batch, memory, buffers, context);
       if (i + 1 == blocks_.size()) {
-        keep_rows(batch.logit_rows, buffers);  // nothing after the last attention looks at other rows
+        keep_rows(batch.logit_rows, buffers, context);  // nothing after the last attention looks at other rows
       }
       finish_block(blocks_[i], buffers, context);
     }
     if (batch.logit_rows.dim(0) > 0) {
       add_and_norm(output_norm_, buffers, context);
       output_(buffers.h, logits, context);
-      cap_logits(logits, context);
+      if (config_.logit_softcap > 0.0f) {
+        softcap(logits, config_.logit_softcap, context);
+      }
     }
   }
 
  private:
+  void check_device() const {
+    if (device_.type == DeviceType::kCpu) {
+      return;
+    }
+    const auto refuse = [&](const char* what) {
+      fail(ErrorCode::kUnsupported, config_.architecture, ": ", what, " has no CUDA path yet; use --device cpu");
+    };
+    if (config_.latent.kv_rank > 0) {
+      refuse("latent attention");
+    }
+    if (config_.attention_gate) {
+      refuse("gated attention");
+    }
+    for (const DecoderLayerConfig& layer : config_.layers) {
+      if (layer.mixer != Mixer::kAttention) {
+        refuse("a convolution or recurrence");
+      }
+      if (layer.has_experts && config_.experts.num_groups > 1) {
+        refuse("the choice among groups of experts");
+      }
+    }
+  }
+
   void load(const DecoderNames& names, const LoadOptions& options, const OpContext& context) {
     const DecoderConfig& c = config_;
     Loader loader(*source_, c.scheme, options, context);
@@ -102,18 +132,21 @@ class Decoder final : public Model {
       fail(ErrorCode::kUnsupported, "tensors \"", names.embedding, "\": an embedding of ",
            shoal::info(embedding_.matrix.format).name, " with scales apart is not supported");
     }
+    make_ropes(options, loader);
     for (int64_t i = 0; i < c.num_layers; ++i) {
       blocks_.push_back(load_block(loader, names, i));
       if (options.progress) {
         options.progress(static_cast<double>(i + 1) / static_cast<double>(c.num_layers + 1));
       }
     }
-    output_norm_ = loader.vector(names.output_norm + ".weight", {c.hidden}, c.norm_offset);
+    output_norm_ = loader.place(loader.vector(names.output_norm + ".weight", {c.hidden}, c.norm_offset));
     const bool tied = !loader.has_matrix(names.output);
     info_.num_parameters = tied ? -c.vocab_size * c.hidden : 0;  // the shared table is counted once
     output_ = loader.linear({{tied ? names.embedding : names.output, c.vocab_size}}, c.hidden);
+    loader.place(embedding_);
     info_.num_parameters += loader.num_parameters();
     info_.weight_bytes = loader.weight_bytes() + embedding_.matrix.num_bytes();
+    info_.device = device_;
     info_.architecture = c.architecture;
     info_.name = c.name;
     info_.num_layers = c.num_layers;
@@ -128,7 +161,7 @@ class Decoder final : public Model {
   Block load_block(Loader& loader, const DecoderNames& names, int64_t layer_idx) {
     const DecoderConfig& c = config_;
     const auto norm = [&](const std::string& pattern) {
-      return loader.vector(layer_name(pattern, layer_idx) + ".weight", {c.hidden}, c.norm_offset);
+      return loader.place(loader.vector(layer_name(pattern, layer_idx) + ".weight", {c.hidden}, c.norm_offset));
     };
     Block block;
     block.attn_norm = norm(names.attn_norm);
@@ -162,7 +195,7 @@ class Decoder final : public Model {
     const DecoderConfig& c = config_;
     const auto name = [&](const std::string& pattern) { return layer_name(pattern, layer_idx); };
     const auto norm = [&](const std::string& pattern, int64_t size) {
-      return loader.vector(name(pattern) + ".weight", {size}, c.norm_offset);
+      return loader.place(loader.vector(name(pattern) + ".weight", {size}, c.norm_offset));
     };
     if (c.qk_norm != QkNorm::kNone) {
       const bool by_head = c.qk_norm == QkNorm::kHead;
@@ -170,7 +203,7 @@ class Decoder final : public Model {
       block.k_norm = norm(names.k_norm, by_head ? c.head_dim : kv_width());
     }
     if (!names.sinks.empty()) {
-      block.sinks = loader.vector(name(names.sinks), {c.num_heads});
+      block.sinks = loader.place(loader.vector(name(names.sinks), {c.num_heads}));
     }
     block.cache_idx = info_.kv_layers.size();
     if (c.latent.kv_rank > 0) {
@@ -200,13 +233,14 @@ class Decoder final : public Model {
     dense_hidden_ = c.ffn_hidden;
   }
 
-  void make_ropes(const LoadOptions& options) {
+  void make_ropes(const LoadOptions& options, const Loader& loader) {
     // More positions than the model was trained for are refused later, by name; tables of that length could fill
     // memory.
     const int64_t max_pos =
         options.max_positions > 0 ? std::min(options.max_positions, config_.max_positions) : config_.max_positions;
     for (const RopeConfig& rope_config : config_.ropes) {
-      ropes_.push_back(make_rope_tables(rope_config, max_pos));
+      RopeTables tables = make_rope_tables(rope_config, max_pos);
+      ropes_.push_back({loader.place(std::move(tables.cos)), loader.place(std::move(tables.sin))});
     }
   }
 
@@ -242,17 +276,20 @@ class Decoder final : public Model {
     constexpr int64_t kPage = 16;  // the smallest page; only the length of the table in tokens counts
     const int64_t num_tokens = limits.max_tokens;
     Batch batch;
-    const auto ints = [](std::initializer_list<int64_t> shape) { return TensorView(nullptr, DType::kI32, shape); };
+    const auto view = [&](DType dtype, std::initializer_list<int64_t> shape) {
+      return TensorView(nullptr, dtype, shape, device_);
+    };
+    const auto ints = [&](std::initializer_list<int64_t> shape) { return view(DType::kI32, shape); };
     batch.cu_q_lens = ints({num_tokens + 1});
     batch.past_lens = ints({num_tokens});
     batch.page_table = ints({num_tokens, ceil_div(limits.max_kv_len, kPage)});
     batch.slot_mapping = ints({num_tokens});
     StepBuffers buffers;
-    buffers.qkv = TensorView(nullptr, DType::kF32, {num_tokens, qkv_width()});
-    buffers.mixed = TensorView(nullptr, DType::kF32, {num_tokens, q_width()});
+    buffers.qkv = view(DType::kF32, {num_tokens, qkv_width()});
+    buffers.mixed = view(DType::kF32, {num_tokens, q_width()});
     // The quantised cache needs most: its scales are unpacked into scratch memory.
-    const TensorView scales(nullptr, DType::kF32, {config_.num_kv_heads * config_.head_dim});
-    const TensorView pages(nullptr, DType::kI8, {1, kPage, config_.num_kv_heads, config_.head_dim});
+    const TensorView scales = view(DType::kF32, {config_.num_kv_heads * config_.head_dim});
+    const TensorView pages = view(DType::kI8, {1, kPage, config_.num_kv_heads, config_.head_dim});
     const KvLayer layer{.key = pages, .value = pages, .k_scale = scales, .v_scale = scales};
     size_t num_bytes = 0;
     for (size_t i = 0; i < blocks_.size(); ++i) {
@@ -265,7 +302,7 @@ class Decoder final : public Model {
     return num_bytes;
   }
 
-  StepBuffers take_buffers(int64_t num_tokens, Workspace& workspace) const {
+  StepBuffers take_buffers(int64_t num_tokens, int64_t num_logit_rows, Workspace& workspace) const {
     const auto rows = [&](int64_t width) { return take({num_tokens, width}, workspace); };
     StepBuffers buffers;
     buffers.x = rows(config_.hidden);
@@ -275,6 +312,8 @@ class Decoder final : public Model {
     buffers.projected = rows(config_.hidden);
     buffers.gate_up = rows(2 * dense_hidden_);
     buffers.activated = rows(dense_hidden_);
+    buffers.kept_x = take({num_logit_rows, config_.hidden}, workspace);
+    buffers.kept_mixed = take({num_logit_rows, max_mixed_width()}, workspace);
     return buffers;
   }
 
@@ -420,40 +459,23 @@ class Decoder final : public Model {
              context);
   }
 
-  // Compacts x and mixed to the rows whose logits are wanted; every buffer then has that many rows.
-  static void keep_rows(const TensorView& rows, StepBuffers& buffers) {
+  // Only the rows whose logits are wanted; every buffer then has that many.
+  static void keep_rows(const TensorView& rows, StepBuffers& buffers, const OpContext& context) {
     const int64_t num_rows = rows.dim(0);
-    // Rows ascend in a batch, so that moving one forward never overwrites a row that is still needed.
-    SHOAL_ASSERT(std::is_sorted(rows.as<int32_t>(), rows.as<int32_t>() + num_rows));
-    for (TensorView* buffer : {&buffers.x, &buffers.mixed}) {
-      const auto width = static_cast<size_t>(buffer->dim(1));
-      auto* data = buffer->as<float>();
-      for (int64_t i = 0; i < num_rows; ++i) {
-        std::memmove(data + static_cast<size_t>(i) * width, data + static_cast<size_t>(rows.as<int32_t>()[i]) * width,
-                     width * sizeof(float));
-      }
+    if (num_rows < buffers.x.dim(0)) {  // rows ascend: as many as tokens are all of them
+      gather_rows({.out = buffers.kept_x, .x = buffers.x, .rows = rows}, context);
+      gather_rows({.out = buffers.kept_mixed, .x = buffers.mixed, .rows = rows}, context);
+      buffers.x = buffers.kept_x;
+      buffers.mixed = buffers.kept_mixed;
     }
-    for (TensorView* buffer :
-         {&buffers.x, &buffers.h, &buffers.mixed, &buffers.projected, &buffers.gate_up, &buffers.activated}) {
+    for (TensorView* buffer : {&buffers.h, &buffers.projected, &buffers.gate_up, &buffers.activated}) {
       *buffer = buffer->rows(0, num_rows);
     }
   }
 
-  void cap_logits(const TensorView& logits, const OpContext& context) const {
-    if (config_.logit_softcap <= 0.0f) {
-      return;
-    }
-    float* values = logits.as<float>();
-    const float cap = config_.logit_softcap;
-    context.pool->parallel_for(logits.num_elements(), 4096, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = begin; i < end; ++i) {
-        values[i] = cap * std::tanh(values[i] / cap);
-      }
-    });
-  }
-
   DecoderConfig config_;
   std::unique_ptr<io::WeightSource> source_;
+  Device device_;
   ModelInfo info_;
   LoadedMatrix embedding_;
   std::vector<Block> blocks_;

@@ -1,12 +1,10 @@
 #include "shoal/model/experts.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 
-#include "shoal/cpu/thread_pool.h"
 #include "shoal/model/views.h"
 #include "shoal/ops/moe_router/moe_router.h"
+#include "shoal/ops/rows/rows.h"
 
 namespace shoal {
 namespace {
@@ -91,7 +89,7 @@ ReadExperts experts_fused(const std::string& gate_up, const std::string& down) {
 
 Experts::Experts(Loader& loader, const ExpertsConfig& config, const ExpertsNames& names, int64_t layer_idx,
                  int64_t hidden)
-    : config_(config), hidden_(hidden) {
+    : config_(config), hidden_(hidden), device_(loader.device()) {
   router_ = loader.exact_linear({{layer_name(names.router, layer_idx), config.num_experts}}, hidden);
   if (config.score == RouterScore::kSigmoid) {
     const std::string bias = layer_name(names.selection_bias, layer_idx);
@@ -100,6 +98,7 @@ Experts::Experts(Loader& loader, const ExpertsConfig& config, const ExpertsNames
     if (loader.has(bias)) {
       selection_bias_ = loader.vector(bias, {config.num_experts});
     }
+    selection_bias_ = loader.place(std::move(selection_bias_));
   }
   load_routed(loader, names, layer_idx);
   if (config.shared_hidden > 0) {
@@ -113,8 +112,12 @@ void Experts::load_routed(Loader& loader, const ExpertsNames& names, int64_t lay
   const std::vector<LoadedMatrix>* down[] = {&matrices.down};
   gate_up_ = loader.prepare_each(gate_up, owners_);
   down_ = loader.prepare_each(down, owners_);
-  gate_up_bias_ = std::move(matrices.gate_up_bias);
-  down_bias_ = std::move(matrices.down_bias);
+  if (is_on_device()) {
+    device_gate_up_ = loader.group(std::move(gate_up_));
+    device_down_ = loader.group(std::move(down_));
+  }
+  gate_up_bias_ = loader.place(std::move(matrices.gate_up_bias));
+  down_bias_ = loader.place(std::move(matrices.down_bias));
 }
 
 void Experts::load_shared(Loader& loader, const ExpertsNames& names, int64_t layer_idx) {
@@ -130,18 +133,23 @@ void Experts::load_shared(Loader& loader, const ExpertsNames& names, int64_t lay
 
 size_t Experts::workspace_bytes(int64_t num_tokens) const {
   const ExpertsConfig& c = config_;
-  const int64_t tile = std::min(num_tokens, kTileTokens);
+  const int64_t tile = tile_tokens(num_tokens);
   const int64_t rows = tile * c.top_k;
   const size_t routing = 2 * take_bytes(num_tokens, c.top_k);
   size_t routers = take_bytes(num_tokens, c.num_experts) + matmul_workspace_bytes(router_.weight, num_tokens);
   if (c.score == RouterScore::kSigmoid) {
     routers += 3 * take_bytes(num_tokens, c.num_experts);
   }
-  const size_t products =
-      std::max(matmul_workspace_bytes(gate_up_.front(), rows), matmul_workspace_bytes(down_.front(), rows));
-  const size_t routed = take_bytes(1, c.num_experts + 1) + take_bytes(1, c.num_experts) + take_bytes(tile, c.top_k) +
-                        take_bytes(rows, hidden_) + take_bytes(rows, 2 * c.expert_hidden) +
-                        take_bytes(rows, c.expert_hidden) + products;
+  size_t products = 0;
+  if (is_on_device()) {
+    // Fewer rows may be cut into smaller tiles: never more than there are rows.
+    products = take_bytes(rows, 4) + std::max(tiled_matmul_workspace_bytes(tile, hidden_),
+                                              tiled_matmul_workspace_bytes(rows, c.expert_hidden));
+  } else {
+    products = std::max(matmul_workspace_bytes(gate_up_.front(), rows), matmul_workspace_bytes(down_.front(), rows));
+  }
+  const size_t routed = take_bytes(1, c.num_experts + 1) + 2 * take_bytes(tile, c.top_k) + take_bytes(rows, hidden_) +
+                        take_bytes(rows, 2 * c.expert_hidden) + take_bytes(rows, c.expert_hidden) + products;
   size_t shared = 0;
   if (c.shared_hidden > 0) {
     shared = take_bytes(tile, 2 * c.shared_hidden) + take_bytes(tile, c.shared_hidden) + take_bytes(tile, hidden_) +
@@ -159,8 +167,9 @@ void Experts::forward(const TensorView& h, const TensorView& out, const OpContex
   const Workspace::Scope scope(*context.workspace);
   const int64_t num_tokens = h.dim(0);
   const Routing routing = route(h, context);
-  for (int64_t begin = 0; begin < num_tokens; begin += kTileTokens) {
-    const int64_t count = std::min(kTileTokens, num_tokens - begin);
+  const int64_t each = tile_tokens(num_tokens);
+  for (int64_t begin = 0; begin < num_tokens; begin += each) {
+    const int64_t count = std::min(each, num_tokens - begin);
     const auto tile = [&](const TensorView& view) { return view.rows(begin, begin + count); };
     run_tile(tile(h), tile(out), {tile(routing.ids), tile(routing.weights)}, context);
     if (config_.shared_hidden > 0) {
@@ -185,13 +194,9 @@ Experts::Routing Experts::route(const TensorView& h, const OpContext& context) c
                  .expert_weights = routing.weights,
                  .router_logits = logits,
                  .top_k = config_.top_k,
-                 .normalize = config_.normalize},
+                 .normalize = config_.normalize,
+                 .scale = config_.scale},
                 context);
-  if (config_.scale != 1.0f) {
-    for (float& weight : std::span(routing.weights.as<float>(), static_cast<size_t>(num_tokens * config_.top_k))) {
-      weight *= config_.scale;
-    }
-  }
   return routing;
 }
 
@@ -228,23 +233,28 @@ void Experts::route_by_sigmoid(const TensorView& logits, const Routing& routing,
                        context);
 }
 
-Experts::Sorted Experts::sort(const TensorView& ids, Workspace& workspace) const {
-  const auto num_experts = static_cast<size_t>(config_.num_experts);
-  const auto count = static_cast<size_t>(ids.num_elements());
-  const Sorted sorted{workspace.take<int32_t>(num_experts + 1), workspace.take<int32_t>(count)};
-  const std::span<const int32_t> expert_of(ids.as<const int32_t>(), count);
-  std::ranges::fill(sorted.row_begin, 0);
-  for (const int32_t expert : expert_of) {
-    ++sorted.row_begin[static_cast<size_t>(expert) + 1];
+int64_t Experts::tile_tokens(int64_t num_tokens) const {
+  return is_on_device() ? num_tokens : std::min(num_tokens, kTileTokens);  // a device wants all the rows it can get
+}
+
+Experts::Sorted Experts::sort(const TensorView& ids, const OpContext& context) const {
+  Workspace& workspace = *context.workspace;
+  const int64_t num_rows = ids.num_elements();
+  const auto ints = [&](std::initializer_list<int64_t> shape) { return take(shape, workspace, DType::kI32); };
+  Sorted sorted{ints({config_.num_experts + 1}), ints({ids.dim(0), ids.dim(1)}), ints({num_rows})};
+  TileCount tiles;
+  if (is_on_device()) {
+    tiles = matmul_tiles(num_rows, config_.num_experts);
+    sorted.tiles = ints({tiles.num_tiles, 4});
   }
-  for (size_t e = 0; e < num_experts; ++e) {
-    sorted.row_begin[e + 1] += sorted.row_begin[e];
-  }
-  const std::span<int32_t> next = workspace.take<int32_t>(num_experts);
-  std::copy_n(sorted.row_begin.begin(), num_experts, next.begin());
-  for (size_t i = 0; i < count; ++i) {
-    sorted.row_of[i] = next[static_cast<size_t>(expert_of[i])]++;
-  }
+  sort_rows({.row_of = sorted.row_of,
+             .source = sorted.source,
+             .row_begin = sorted.row_begin,
+             .tiles = sorted.tiles,
+             .expert_ids = ids,
+             .num_experts = config_.num_experts,
+             .tile_rows = tiles.tile_rows},
+            context);
   return sorted;
 }
 
@@ -252,22 +262,32 @@ void Experts::run_tile(const TensorView& h, const TensorView& out, const Routing
                        const OpContext& context) const {
   Workspace& workspace = *context.workspace;
   const Workspace::Scope scope(workspace);
-  const int64_t top_k = config_.top_k;
-  const int64_t num_rows = h.dim(0) * top_k;
-  const Sorted sorted = sort(routing.ids, workspace);
+  const int64_t num_rows = h.dim(0) * config_.top_k;
+  const Sorted sorted = sort(routing.ids, context);
   const TensorView rows = take({num_rows, hidden_}, workspace);
-  context.pool->parallel_for(h.dim(0), 4, [&](int64_t begin, int64_t end, int) {
-    for (int64_t i = begin * top_k; i < end * top_k; ++i) {
-      std::memcpy(rows.as<float>() + sorted.row_of[static_cast<size_t>(i)] * hidden_,
-                  h.as<float>() + i / top_k * h.stride(0), static_cast<size_t>(hidden_) * sizeof(float));
-    }
-  });
   const TensorView gate_up = take({num_rows, 2 * config_.expert_hidden}, workspace);
   const TensorView activated = take({num_rows, config_.expert_hidden}, workspace);
-  grouped_matmul({.out = gate_up, .a = rows, .row_begin = sorted.row_begin, .bias = gate_up_bias_}, gate_up_, context);
-  activate(gate_up, activated, context);
-  grouped_matmul({.out = rows, .a = activated, .row_begin = sorted.row_begin, .bias = down_bias_}, down_, context);
-  combine(rows, sorted, routing, out, context);
+  if (is_on_device()) {
+    const int64_t tile_rows = matmul_tiles(num_rows, config_.num_experts).tile_rows;
+    tiled_matmul({.out = gate_up,
+                  .a = h,
+                  .source = sorted.source,
+                  .tiles = sorted.tiles,
+                  .tile_rows = tile_rows,
+                  .bias = gate_up_bias_},
+                 device_gate_up_, context);
+    activate(gate_up, activated, context);
+    tiled_matmul({.out = rows, .a = activated, .tiles = sorted.tiles, .tile_rows = tile_rows, .bias = down_bias_},
+                 device_down_, context);
+  } else {
+    const std::span<const int32_t> row_begin(sorted.row_begin.as<const int32_t>(),
+                                             static_cast<size_t>(config_.num_experts + 1));
+    gather_rows({.out = rows, .x = h, .rows = sorted.source}, context);
+    grouped_matmul({.out = gate_up, .a = rows, .row_begin = row_begin, .bias = gate_up_bias_}, gate_up_, context);
+    activate(gate_up, activated, context);
+    grouped_matmul({.out = rows, .a = activated, .row_begin = row_begin, .bias = down_bias_}, down_, context);
+  }
+  combine_rows({.out = out, .rows = rows, .row_of = sorted.row_of, .weights = routing.weights}, context);
 }
 
 void Experts::activate(const TensorView& gate_up, const TensorView& out, const OpContext& context) const {
@@ -279,24 +299,6 @@ void Experts::activate(const TensorView& gate_up, const TensorView& out, const O
                     .alpha = config_.gate_alpha,
                     .limit = config_.gate_limit},
                    context);
-}
-
-void Experts::combine(const TensorView& rows, const Sorted& sorted, const Routing& routing, const TensorView& out,
-                      const OpContext& context) const {
-  const int64_t top_k = config_.top_k;
-  context.pool->parallel_for(out.dim(0), 4, [&](int64_t begin, int64_t end, int) {
-    for (int64_t t = begin; t < end; ++t) {
-      float* sum = out.as<float>() + t * out.stride(0);
-      std::fill_n(sum, hidden_, 0.0f);
-      for (int64_t j = 0; j < top_k; ++j) {
-        const float weight = routing.weights.as<float>()[t * top_k + j];
-        const float* row = rows.as<float>() + sorted.row_of[static_cast<size_t>(t * top_k + j)] * hidden_;
-        for (int64_t i = 0; i < hidden_; ++i) {
-          sum[i] += weight * row[i];
-        }
-      }
-    }
-  });
 }
 
 void Experts::add_shared(const TensorView& h, const TensorView& out, const OpContext& context) const {
@@ -313,16 +315,7 @@ void Experts::add_shared(const TensorView& h, const TensorView& out, const OpCon
   if (has_shared_gate_) {
     shared_gate_(h, gates, context);
   }
-  context.pool->parallel_for(num_tokens, 4, [&](int64_t begin, int64_t end, int) {
-    for (int64_t t = begin; t < end; ++t) {
-      const float share = has_shared_gate_ ? 1.0f / (1.0f + std::exp(-gates.as<float>()[t])) : 1.0f;
-      float* sum = out.as<float>() + t * out.stride(0);
-      const float* row = result.as<float>() + t * hidden_;
-      for (int64_t i = 0; i < hidden_; ++i) {
-        sum[i] += share * row[i];
-      }
-    }
-  });
+  add_gated_rows({.out = out, .rows = result, .gates = has_shared_gate_ ? gates : TensorView()}, context);
 }
 
 }  // namespace shoal

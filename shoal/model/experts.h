@@ -78,18 +78,20 @@ class Experts {
   };
   // Rows of a tile of tokens, sorted by expert.
   struct Sorted {
-    std::span<int32_t> row_begin;  // [num_experts + 1]
-    std::span<int32_t> row_of;     // [num_tokens, top_k]
+    TensorView row_begin;  // [num_experts + 1]
+    TensorView row_of;     // [num_tokens, top_k]
+    TensorView source;     // [num_tokens * top_k]
+    TensorView tiles{};    // on CUDA
   };
 
   void load_routed(Loader& loader, const ExpertsNames& names, int64_t layer_idx);
   void load_shared(Loader& loader, const ExpertsNames& names, int64_t layer_idx);
   Routing route(const TensorView& h, const OpContext& context) const;
   void route_by_sigmoid(const TensorView& logits, const Routing& routing, const OpContext& context) const;
-  Sorted sort(const TensorView& ids, Workspace& workspace) const;
+  Sorted sort(const TensorView& ids, const OpContext& context) const;
   void run_tile(const TensorView& h, const TensorView& out, const Routing& routing, const OpContext& context) const;
-  void combine(const TensorView& rows, const Sorted& sorted, const Routing& routing, const TensorView& out,
-               const OpContext& context) const;
+  bool is_on_device() const { return device_.type == DeviceType::kCuda; }
+  int64_t tile_tokens(int64_t num_tokens) const;
   void add_shared(const TensorView& h, const TensorView& out, const OpContext& context) const;
   void activate(const TensorView& gate_up, const TensorView& out, const OpContext& context) const;
 
@@ -98,6 +100,8 @@ class Experts {
   Linear router_;
   Tensor selection_bias_;  // [num_experts] f32; zeros where kSigmoid has none
   std::vector<MatmulWeight> gate_up_, down_;
+  GroupedWeights device_gate_up_, device_down_;  // on CUDA, in their place
+  Device device_;
   Tensor gate_up_bias_, down_bias_;
   std::vector<std::shared_ptr<const void>> owners_;
   Linear shared_gate_up_, shared_down_, shared_gate_;

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "shoal/base/text.h"
+#include "shoal/cuda/device.h"
 
 namespace shoal {
 namespace {
@@ -39,6 +40,28 @@ Tensor Loader::vector(const std::string& name, std::initializer_list<int64_t> sh
   }
   num_parameters_ += static_cast<int64_t>(data.size());
   return values;
+}
+
+Tensor Loader::place(Tensor values) const {
+  if (context_.device.type == DeviceType::kCpu || !values.view()) {
+    return values;
+  }
+  Tensor placed(values.view().dtype, values.view().dims(), cuda::allocator(context_.device.index));
+  cuda::copy(placed.view().data, values.view().data, values.view().num_bytes(), context_.stream);
+  cuda::synchronize(context_.stream);
+  return placed;
+}
+
+void Loader::place(LoadedMatrix& table) const {
+  if (context_.device.type == DeviceType::kCpu) {
+    return;
+  }
+  const auto num_bytes = static_cast<size_t>(table.matrix.num_bytes());
+  auto bytes = std::make_shared<AlignedBuffer>(num_bytes, cuda::allocator(context_.device.index));
+  cuda::copy(bytes->data(), table.matrix.codes, num_bytes, context_.stream);
+  cuda::synchronize(context_.stream);
+  table.matrix.codes = bytes->data();
+  table.owner = std::move(bytes);
 }
 
 LoadedMatrix Loader::matrix(const std::string& stem, int64_t n, int64_t k) {
@@ -130,7 +153,7 @@ Linear Loader::linear(std::span<const Part> parts, int64_t k, Bias bias, MatmulP
       source_.drop(*matrix.tensor);
     }
   }
-  result.bias = join_biases(parts, bias);
+  result.bias = place(join_biases(parts, bias));
   return result;
 }
 

@@ -48,6 +48,11 @@ class Loader {
   // Any number of values as f32, `offset` added to each.
   Tensor vector(const std::string& name, std::initializer_list<int64_t> shape, float offset = 0.0f);
 
+  // The values in memory of the context's device.
+  Tensor place(Tensor values) const;
+  // A table whose rows are looked up, likewise; what it reads stays alive with `owner`.
+  void place(LoadedMatrix& table) const;
+
   // "<stem>.weight", or what the checkpoint's scheme has in its place.
   LoadedMatrix matrix(const std::string& stem, int64_t n, int64_t k);
   // Those that one tensor holds, [count, n, k].
@@ -69,7 +74,11 @@ class Loader {
   std::vector<MatmulWeight> prepare_each(std::span<const std::vector<LoadedMatrix>* const> joined,
                                          std::vector<std::shared_ptr<const void>>& owners);
 
+  // Prepared weights as the groups of a product on the context's device.
+  GroupedWeights group(std::vector<MatmulWeight> weights) const { return {std::move(weights), context_}; }
+
   const io::WeightSource& source() const { return source_; }
+  Device device() const { return context_.device; }
   int64_t num_parameters() const { return num_parameters_; }
   int64_t weight_bytes() const { return weight_bytes_; }
   void count_parameters(int64_t count) { num_parameters_ += count; }

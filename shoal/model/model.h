@@ -37,6 +37,7 @@ struct ModelInfo {
   int64_t vocab_size = 0;     // width of the logits
   int64_t max_positions = 0;  // trained context
   int64_t weight_bytes = 0;   // resident after load
+  Device device{};  // where weights stand and steps run
   std::vector<KvLayerShape> kv_layers;
   std::vector<StateLayerShape> state_layers;  // of convolutions and recurrences; empty: attention is all
 };
@@ -76,7 +77,7 @@ struct LoadOptions {
   std::function<void(double fraction)> progress;  // called from the loading thread, 0 to 1
 };
 
-// A GGUF file or a Hugging Face folder. kUnsupported names an architecture that is not registered, kModelFormat what is
+// A GGUF file, a Hugging Face folder, or "synthetic:NAME" (synthetic.h). kUnsupported names an architecture that is not registered, kModelFormat what is
 // wrong.
 std::unique_ptr<Model> load_model(const std::filesystem::path& path, const LoadOptions& options,
                                   const OpContext& context);

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "shoal/base/text.h"
+#include "shoal/model/synthetic.h"
 
 namespace shoal {
 namespace {
@@ -41,6 +42,10 @@ std::vector<std::string> registered_architectures() {
 
 std::unique_ptr<Model> load_model(const std::filesystem::path& path, const LoadOptions& options,
                                   const OpContext& context) {
+  const std::string path_text = path.string();
+  if (path_text.starts_with(kSyntheticPrefix)) {
+    return make_synthetic(std::string_view(path_text).substr(kSyntheticPrefix.size()), options, context);
+  }
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) {
     auto folder = std::make_unique<io::ModelFolder>(path);

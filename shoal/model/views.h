@@ -11,7 +11,8 @@ namespace shoal {
 // Scratch memory of that shape, until the enclosing Scope ends.
 inline TensorView take(std::initializer_list<int64_t> shape, Workspace& workspace, DType dtype = DType::kF32) {
   const TensorView sizes(nullptr, dtype, shape);
-  return TensorView(workspace.take<float>(static_cast<size_t>(sizes.num_elements())).data(), dtype, shape);
+  return TensorView(workspace.take<float>(static_cast<size_t>(sizes.num_elements())).data(), dtype, shape,
+                    workspace.device());
 }
 
 // Columns [begin, begin + width) of a matrix.

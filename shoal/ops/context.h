@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "shoal/cpu/isa.h"
+#include "shoal/tensor/stream.h"
 #include "shoal/tensor/workspace.h"
 
 namespace shoal {
@@ -19,6 +20,9 @@ struct OpContext {
   // Empty: the best variant. "ref": the reference. Otherwise a variant's name; an unknown one is kInvalidArgument and
   // lists the known ones.
   std::string_view variant{};
+  // Where weights are prepared and CUDA operators run; the workspace is memory of the same device.
+  Device device{};
+  Stream stream{};
 };
 
 }  // namespace shoal

@@ -72,8 +72,10 @@ struct Problem {
 };
 
 // Checks everything that the contract names and resolves it. `shapes_only` skips what needs contents; `op` is the
-// operator's name in messages. The result refers to `args`.
-Problem check(const PagedAttentionArgs& args, bool shapes_only, std::string_view op = "paged_attention");
+// operator's name in messages. Tensors are on the CPU, or all on the device of the query if the operator
+// `runs_on_devices`; contents are not read there. The result refers to `args`.
+Problem check(const PagedAttentionArgs& args, bool shapes_only, std::string_view op = "paged_attention",
+              bool runs_on_devices = false);
 
 // Element of an i32 matrix.
 int64_t read_index(const Matrix& matrix, int64_t row, int64_t column = 0);

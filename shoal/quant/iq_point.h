@@ -12,7 +12,7 @@ namespace shoal::iq {
 
 // Bit i of `signs` negates value i.
 template <int kValues>
-[[gnu::always_inline]] inline void store_point(const uint8_t (&point)[kValues], uint32_t signs, float scale,
+SHOAL_BLOCK_INLINE void store_point(const uint8_t (&point)[kValues], uint32_t signs, float scale,
                                                float* __restrict values) {
   for (int i = 0; i < kValues; ++i) {
     const int32_t sign = -static_cast<int32_t>(signs >> i & 1);
@@ -21,7 +21,7 @@ template <int kValues>
 }
 
 // Seven stored sign bits; the eighth makes the number of minus signs even.
-[[gnu::always_inline]] inline uint32_t even_signs(uint32_t id) {
+SHOAL_BLOCK_INLINE uint32_t even_signs(uint32_t id) {
   return id | (static_cast<uint32_t>(std::popcount(id)) & 1) << 7;
 }
 

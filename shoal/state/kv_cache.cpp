@@ -54,13 +54,16 @@ Tensor scale_tensor(const std::vector<float>& values, int64_t num_channels, cons
 }  // namespace
 
 KvCache::KvCache(const std::vector<KvLayerShape>& layers, KvType type, int64_t num_pages, int64_t page_size,
-                 const std::vector<KvScales>& scales)
-    : shapes_(layers), type_(type), num_pages_(num_pages), page_size_(page_size) {
+                 const std::vector<KvScales>& scales, const Allocator& allocator)
+    : shapes_(layers), device_(allocator.device), type_(type), num_pages_(num_pages), page_size_(page_size) {
   require(num_pages > 0 && page_size > 0, "a KV cache needs positive num_pages and page_size, not ", num_pages, " and ",
           page_size);
   require(scales.empty() || type == KvType::kI8, "KV scales belong to an int8 cache only");
   require(scales.empty() || scales.size() == layers.size(), "KV scales are given for ", scales.size(),
           " layers, expected ", layers.size());
+  if (device_.type != DeviceType::kCpu && type == KvType::kI8) {
+    fail(ErrorCode::kUnsupported, "an int8 KV cache on CUDA: its scales are measured on the CPU only so far");
+  }
   const auto element_bytes = static_cast<int64_t>(size_of(dtype_of(type)));
   for (size_t layer_idx = 0; layer_idx < layers.size(); ++layer_idx) {
     const KvLayerShape& shape = layers[layer_idx];
@@ -70,7 +73,7 @@ KvCache::KvCache(const std::vector<KvLayerShape>& layers, KvType type, int64_t n
     };
     const size_t key_bytes = bytes_of(shape.head_dim);
     const size_t value_bytes = bytes_of(shape.v_head_dim);  // both are known before anything is allocated
-    layers_.emplace_back(AlignedBuffer(key_bytes), AlignedBuffer(value_bytes));
+    layers_.emplace_back(AlignedBuffer(key_bytes, allocator), AlignedBuffer(value_bytes, allocator));
     if (type == KvType::kI8) {
       const KvScales given = scales.empty() ? KvScales{{kDefaultScale}, {kDefaultScale}} : scales[layer_idx];
       scales_.push_back(scale_tensor(given.key, shape.num_kv_heads * shape.head_dim, "key", layer_idx));
@@ -86,10 +89,12 @@ KvLayer KvCache::layer(size_t layer_idx) const {
   const KvLayerShape& shape = shapes_[layer_idx];
   const auto& [key, value] = layers_[layer_idx];
   KvLayer view;
-  view.key = TensorView(key.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.head_dim});
+  view.key = TensorView(key.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.head_dim},
+                        device_);
   if (shape.v_head_dim > 0) {
     view.value =
-        TensorView(value.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.v_head_dim});
+        TensorView(value.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.v_head_dim},
+                   device_);
   }
   if (type_ == KvType::kI8) {
     view.k_scale = scales_[2 * layer_idx];

@@ -37,7 +37,7 @@ class KvCache {
   // layer and belongs to int8 only; without it every layer has kDefaultScale, per tensor. kInvalidArgument names what
   // is out of range, kOutOfMemory what could not be allocated.
   KvCache(const std::vector<KvLayerShape>& layers, KvType type, int64_t num_pages, int64_t page_size,
-          const std::vector<KvScales>& scales = {});
+          const std::vector<KvScales>& scales = {}, const Allocator& allocator = host_allocator());
 
   static constexpr float kDefaultScale = 0.0625f;  // codes to 127 reach 7.9: normed models rarely exceed 8
 
@@ -52,6 +52,7 @@ class KvCache {
 
  private:
   std::vector<KvLayerShape> shapes_;
+  Device device_;
   KvType type_;
   int64_t num_pages_;
   int64_t page_size_;

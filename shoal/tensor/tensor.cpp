@@ -11,11 +11,12 @@ namespace {
 
 constexpr size_t kAlignment = 64;  // one cache line, one AVX-512 register
 
-std::byte* allocate_aligned(size_t num_bytes) {
+std::byte* allocate(size_t num_bytes, const Allocator& allocator) {
   const size_t rounded = round_up(num_bytes == 0 ? size_t{1} : num_bytes, kAlignment);
-  void* memory = rounded < num_bytes ? nullptr : std::aligned_alloc(kAlignment, rounded);
+  void* memory = rounded < num_bytes ? nullptr : allocator.allocate(rounded, allocator.device);
   if (memory == nullptr) {
-    fail(ErrorCode::kOutOfMemory, "cannot allocate ", bytes_text(num_bytes), " of host memory");
+    fail(ErrorCode::kOutOfMemory, "cannot allocate ", bytes_text(num_bytes),
+         allocator.device.type == DeviceType::kCpu ? " of host memory" : " of device memory");
   }
   return static_cast<std::byte*>(memory);
 }
@@ -73,13 +74,16 @@ TensorView TensorView::rows(int64_t begin, int64_t end) const {
   return view;
 }
 
-Tensor::Tensor(DType dtype, std::span<const int64_t> shape)
-    : memory_(allocate_aligned(checked_bytes(dtype, shape))), view_(memory_.get(), dtype, shape) {}
+const Allocator& host_allocator() {
+  static constexpr Allocator kHost{[](size_t num_bytes, Device) { return std::aligned_alloc(kAlignment, num_bytes); },
+                                   [](void* memory, Device) { std::free(memory); }, Device{}};
+  return kHost;
+}
 
-void Tensor::Free::operator()(std::byte* memory) const { std::free(memory); }
+AlignedBuffer::AlignedBuffer(size_t num_bytes, const Allocator& allocator)
+    : memory_(allocate(num_bytes, allocator), allocator), size_(num_bytes) {}
 
-AlignedBuffer::AlignedBuffer(size_t num_bytes) : memory_(allocate_aligned(num_bytes)), size_(num_bytes) {}
-
-void AlignedBuffer::Free::operator()(std::byte* memory) const { std::free(memory); }
+Tensor::Tensor(DType dtype, std::span<const int64_t> shape, const Allocator& allocator)
+    : memory_(checked_bytes(dtype, shape), allocator), view_(memory_.data(), dtype, shape, allocator.device) {}
 
 }  // namespace shoal

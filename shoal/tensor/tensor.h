@@ -67,13 +67,36 @@ struct TensorView {
   bool present_ = false;  // an empty tensor (no elements, no memory) is still given
 };
 
-// Owns 64-byte aligned host memory; uninitialised.
+// Where memory comes from. `allocate` returns null where there is none; 64-byte aligned.
+struct Allocator {
+  void* (*allocate)(size_t num_bytes, Device device) = nullptr;
+  void (*release)(void* memory, Device device) = nullptr;
+  Device device{};
+
+  void operator()(std::byte* memory) const { release(memory, device); }  // as the deleter of a unique_ptr
+};
+const Allocator& host_allocator();
+
+// 64-byte aligned bytes for packed weights, caches and workspaces; uninitialised. Throws kOutOfMemory.
+class AlignedBuffer {
+ public:
+  AlignedBuffer() = default;
+  explicit AlignedBuffer(size_t num_bytes, const Allocator& allocator = host_allocator());
+  std::byte* data() const { return memory_.get(); }
+  size_t size() const { return size_; }
+
+ private:
+  std::unique_ptr<std::byte, Allocator> memory_;
+  size_t size_ = 0;
+};
+
+// Owns its memory; uninitialised.
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(DType dtype, std::span<const int64_t> shape);
-  Tensor(DType dtype, std::initializer_list<int64_t> shape)
-      : Tensor(dtype, std::span<const int64_t>(shape.begin(), shape.size())) {}
+  Tensor(DType dtype, std::span<const int64_t> shape, const Allocator& allocator = host_allocator());
+  Tensor(DType dtype, std::initializer_list<int64_t> shape, const Allocator& allocator = host_allocator())
+      : Tensor(dtype, std::span<const int64_t>(shape.begin(), shape.size()), allocator) {}
 
   const TensorView& view() const { return view_; }
   operator const TensorView&() const { return view_; }  // NOLINT: a tensor is usable as its view
@@ -83,27 +106,8 @@ class Tensor {
   }
 
  private:
-  struct Free {
-    void operator()(std::byte* memory) const;
-  };
-  std::unique_ptr<std::byte, Free> memory_;
+  AlignedBuffer memory_;
   TensorView view_;
-};
-
-// 64-byte aligned bytes for packed weights, caches and workspaces. Throws kOutOfMemory.
-class AlignedBuffer {
- public:
-  AlignedBuffer() = default;
-  explicit AlignedBuffer(size_t num_bytes);
-  std::byte* data() const { return memory_.get(); }
-  size_t size() const { return size_; }
-
- private:
-  struct Free {
-    void operator()(std::byte* memory) const;
-  };
-  std::unique_ptr<std::byte, Free> memory_;
-  size_t size_ = 0;
 };
 
 }  // namespace shoal

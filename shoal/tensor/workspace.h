@@ -15,12 +15,15 @@ class Workspace {
  public:
   Workspace() = default;
   explicit Workspace(size_t num_bytes) : buffer_(num_bytes) {}
+  // Empty, of memory that `allocator` gives.
+  explicit Workspace(const Allocator& allocator) : allocator_(allocator) {}
 
   // Grows to at least `num_bytes`; contents are lost. Only between steps.
   void reserve(size_t num_bytes) {
     SHOAL_ASSERT(used_ == 0);
     if (num_bytes > buffer_.size()) {
-      buffer_ = AlignedBuffer(num_bytes);
+      buffer_ = AlignedBuffer();  // the old one goes first
+      buffer_ = AlignedBuffer(num_bytes, allocator_);
     }
   }
 
@@ -39,6 +42,7 @@ class Workspace {
   }
 
   size_t capacity() const { return buffer_.size(); }
+  Device device() const { return allocator_.device; }
 
   // Bytes that `take<T>(count)` uses: for plans.
   template <class T>
@@ -61,6 +65,7 @@ class Workspace {
 
  private:
   static constexpr size_t kAlignment = 64;
+  Allocator allocator_ = host_allocator();
   AlignedBuffer buffer_;
   size_t used_ = 0;
 };

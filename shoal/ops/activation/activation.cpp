@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/ops/activation/activation_cuda.h"
+#include "shoal/ops/on_cuda.h"
 #include "shoal/ops/variant.h"
 #include "shoal/tensor/matcher.h"
 
@@ -34,6 +36,10 @@ void check(const GatedActivationArgs& args) {
 
 void gated_activation(const GatedActivationArgs& args, const OpContext& context) {
   check(args);
+  if (args.out.device.type == DeviceType::kCuda) {
+    SHOAL_ON_CUDA("gated_activation", gated_activation(args, context));
+    return;
+  }
   if (wants_reference("gated_activation", context.variant)) {
     gated_activation_ref(args);
     return;
@@ -41,6 +47,21 @@ void gated_activation(const GatedActivationArgs& args, const OpContext& context)
   const auto rows = SHOAL_PICK_ISA(context.isa, gated_activation_rows);
   const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.out.dim(1)));
   context.pool->parallel_for(args.out.dim(0), grain, [&](int64_t begin, int64_t end, int) { rows(args, begin, end); });
+}
+
+void softcap(const TensorView& x, float cap, const OpContext& context) {
+  Matcher("softcap").tensor("x", x).type(DType::kF32).contiguous();
+  require(std::isfinite(cap) && cap > 0.0f, "softcap: cap is ", cap, ", expected a finite number above 0");
+  if (x.device.type == DeviceType::kCuda) {
+    SHOAL_ON_CUDA("softcap", softcap(x, cap, context));
+    return;
+  }
+  float* values = x.as<float>();
+  context.pool->parallel_for(x.num_elements(), kGrainElements, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      values[i] = cap * std::tanh(values[i] / cap);
+    }
+  });
 }
 
 }  // namespace shoal

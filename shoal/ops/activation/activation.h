@@ -35,4 +35,7 @@ struct GatedActivationArgs {
 
 void gated_activation(const GatedActivationArgs& args, const OpContext& context);
 
+// x = cap * tanh(x / cap), in place; x of any shape, f32, contiguous; cap above 0.
+void softcap(const TensorView& x, float cap, const OpContext& context);
+
 }  // namespace shoal

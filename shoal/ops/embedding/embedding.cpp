@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/ops/embedding/embedding_cuda.h"
+#include "shoal/ops/on_cuda.h"
 #include "shoal/ops/variant.h"
 #include "shoal/tensor/matcher.h"
 
@@ -35,6 +37,9 @@ void check(const EmbeddingArgs& args) {
   }
   row_bytes(table.format, table.k);  // throws unless a row is a whole number of blocks
   require(std::isfinite(args.scale), "embedding: scale is ", args.scale, ", expected a finite number");
+  if (args.ids.device.type != DeviceType::kCpu) {
+    return;  // ids are only known there: one outside the table reads as zeros
+  }
   const int32_t* ids = args.ids.as<int32_t>();
   for (int64_t t = 0; t < tokens; ++t) {
     require(ids[t] >= 0 && ids[t] < table.n, "embedding: ids[", t, "] is ", ids[t],
@@ -46,6 +51,10 @@ void check(const EmbeddingArgs& args) {
 
 void embedding(const EmbeddingArgs& args, const OpContext& context) {
   check(args);
+  if (args.out.device.type == DeviceType::kCuda) {
+    SHOAL_ON_CUDA("embedding", embedding(args, context));
+    return;
+  }
   if (wants_reference("embedding", context.variant)) {
     embedding_ref(args);
     return;

@@ -6,6 +6,7 @@
 // Types     out: f32, f16 or bf16; table: any format
 // Numerics  decoded and scaled in f32, one rounding at the store
 // Errors    kInvalidArgument: shapes, types, an id outside [0, vocab_size)
+// CUDA      ids and the table's codes are device memory; an id outside the table gives zeros
 #pragma once
 
 #include "shoal/ops/context.h"

@@ -12,6 +12,7 @@
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/ops/matmul/matmul_layout.h"
 #include "shoal/ops/matmul/matmul_pack.h"
+#include "shoal/ops/on_cuda.h"
 #include "shoal/tensor/matcher.h"
 
 namespace shoal {
@@ -66,7 +67,8 @@ MatmulWeight& MatmulWeight::operator=(MatmulWeight&&) noexcept = default;
 
 int64_t MatmulWeight::n() const { return impl_->n; }
 int64_t MatmulWeight::k() const { return impl_->k; }
-Format MatmulWeight::format() const { return impl_->parts.front().raw.format; }
+Format MatmulWeight::format() const { return impl_->format; }
+Device MatmulWeight::device() const { return impl_->device; }
 std::string_view MatmulWeight::layout() const { return impl_->layout; }
 std::string_view MatmulWeight::variant() const { return impl_->variant; }
 
@@ -77,11 +79,25 @@ bool MatmulWeight::owns_bytes() const {
 
 int64_t MatmulWeight::num_bytes() const {
   int64_t sum = 0;
+  for (const cuda::DevicePart& part : impl_->device_parts) {
+    sum += part.num_bytes();
+  }
   for (const MatmulPart& part : impl_->parts) {
     sum += part.raw.codes == nullptr ? static_cast<int64_t>(part.packed.size()) : part.raw.num_bytes();
   }
   return sum;
 }
+
+namespace {
+
+void check_raw(const QuantMatrix& raw, int64_t k) {
+  require(raw.n >= 0 && raw.k >= 0, "matmul: a weight has shape [", raw.n, ", ", raw.k, "]");
+  require(raw.k == k, "matmul: joined weights have k = ", k, " and ", raw.k);
+  row_bytes(raw.format, raw.k);  // throws unless k is a whole number of blocks
+  require(raw.codes != nullptr || raw.n * raw.k == 0, "matmul: a weight has no data");
+}
+
+}  // namespace
 
 MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context) {
   require(!parts.empty(), "matmul: no weight given");
@@ -92,17 +108,24 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
   weight.impl_ = std::make_unique<MatmulWeight::Impl>();
   MatmulWeight::Impl& impl = *weight.impl_;
   impl.k = parts.front().k;
+  impl.format = parts.front().format;
   impl.precision = precision;
+  impl.device = context.device;
+  if (context.device.type == DeviceType::kCuda) {
+    for (const QuantMatrix& raw : parts) {
+      check_raw(raw, impl.k);
+      impl.n += raw.n;
+    }
+    SHOAL_ON_CUDA("matmul", prepare_on_device(parts, impl, context));
+    return weight;
+  }
   impl.isa = context.isa;
   impl.group = matmul_group(context.isa);
   impl.num_slots = context.pool->num_threads();
   std::set<std::string> layouts;
   std::set<std::string> variants;
   for (const QuantMatrix& raw : parts) {
-    require(raw.n >= 0 && raw.k >= 0, "matmul: a weight has shape [", raw.n, ", ", raw.k, "]");
-    require(raw.k == impl.k, "matmul: joined weights have k = ", impl.k, " and ", raw.k);
-    row_bytes(raw.format, raw.k);  // throws unless k is a whole number of blocks
-    require(raw.codes != nullptr || raw.n * raw.k == 0, "matmul: a weight has no data");
+    check_raw(raw, impl.k);
     MatmulPart part;
     part.raw = raw;
     part.kernel = select_kernel(raw, precision, variant);
@@ -163,7 +186,16 @@ struct Scratch {
 
 }  // namespace
 
-size_t matmul_workspace_bytes(const MatmulWeight& weight, int64_t m) { return Scratch(weight.impl(), m).num_bytes(); }
+size_t matmul_workspace_bytes(const MatmulWeight& weight, int64_t m) {
+  if (weight.device().type == DeviceType::kCuda) {
+    return tiled_matmul_workspace_bytes(m, weight.k());
+  }
+  return Scratch(weight.impl(), m).num_bytes();
+}
+
+size_t tiled_matmul_workspace_bytes(int64_t num_sources, int64_t k) {
+  return SHOAL_ON_CUDA("matmul", product_workspace_bytes(num_sources, k));
+}
 
 namespace {
 
@@ -191,8 +223,8 @@ MatmulRows check_rows(const TensorView& out, const TensorView& a, const MatmulWe
   Dim n{"n", impl.n};
   Dim k{"k", impl.k};
   const Matcher matcher("matmul");
-  matcher.tensor("a", a).type(DType::kF32).shape({m, k}).inner_contiguous();
-  matcher.tensor("out", out).type(DType::kF32).shape({m, n}).inner_contiguous();
+  matcher.tensor("a", a).type(DType::kF32).shape({m, k}).inner_contiguous().device(impl.device);
+  matcher.tensor("out", out).type(DType::kF32).shape({m, n}).inner_contiguous().device(impl.device);
   require(a.dim(0) <= std::numeric_limits<int32_t>::max(), "matmul: a has ", a.dim(0),
           " rows, at most 2^31 - 1 are supported");
   require(context.variant.empty() || context.variant == impl.variant, "matmul: variant \"", printable(context.variant),
@@ -399,6 +431,10 @@ void check_groups(const GroupedMatmulArgs& args, std::span<const MatmulWeight> w
 void matmul(const MatmulArgs& args, const MatmulWeight& weight, const OpContext& context) {
   MatmulRows rows = check_rows(args.out, args.a, weight.impl(), context);
   rows.bias = check_bias(args.bias, {weight.n()});
+  if (weight.device().type == DeviceType::kCuda) {
+    SHOAL_ON_CUDA("matmul", matmul_rows(weight.impl(), rows, context));
+    return;
+  }
   const int32_t row_begin[] = {0, static_cast<int32_t>(rows.m)};
   run({std::span(&weight, 1), row_begin, rows}, context);
 }
@@ -407,8 +443,52 @@ void grouped_matmul(const GroupedMatmulArgs& args, std::span<const MatmulWeight>
   require(!weights.empty(), "matmul: no weights given");
   MatmulRows rows = check_rows(args.out, args.a, weights.front().impl(), context);
   rows.bias = check_bias(args.bias, {static_cast<int64_t>(weights.size()), weights.front().n()});
+  require(weights.front().device().type == DeviceType::kCpu, "matmul: on CUDA groups are tiles: tiled_matmul");
   check_groups(args, weights);
   run({weights, args.row_begin, rows}, context);
+}
+
+GroupedWeights::GroupedWeights() = default;
+GroupedWeights::~GroupedWeights() = default;
+GroupedWeights::GroupedWeights(GroupedWeights&&) noexcept = default;
+GroupedWeights& GroupedWeights::operator=(GroupedWeights&&) noexcept = default;
+
+GroupedWeights::GroupedWeights(std::vector<MatmulWeight> weights, const OpContext& context)
+    : impl_(std::make_unique<Impl>()) {
+  require(!weights.empty(), "matmul: no weights given");
+  impl_->weights = std::move(weights);
+  SHOAL_ON_CUDA("matmul", make_operands(*impl_, context));
+}
+
+int64_t GroupedWeights::num_groups() const { return static_cast<int64_t>(impl_->weights.size()); }
+const MatmulWeight& GroupedWeights::weight(int64_t group) const { return impl_->weights.at(static_cast<size_t>(group)); }
+int64_t GroupedWeights::n() const { return impl_->weights.front().n(); }
+int64_t GroupedWeights::k() const { return impl_->weights.front().k(); }
+
+TileCount matmul_tiles(int64_t m, int64_t num_groups) {
+  TileCount count;
+  count.tile_rows = SHOAL_ON_CUDA("matmul", group_tile_rows(m, num_groups));
+  count.num_tiles = SHOAL_ON_CUDA("matmul", max_group_tiles(m, num_groups, count.tile_rows));
+  return count;
+}
+
+void tiled_matmul(const TiledMatmulArgs& args, const GroupedWeights& weights, const OpContext& context) {
+  Dim m{"m"};
+  Dim sources{"num_sources"};
+  Dim k{"k", weights.k()};
+  const Matcher match("matmul");
+  const Device device = args.out.device;
+  match.tensor("a", args.a).type(DType::kF32).shape({sources, k}).inner_contiguous().device(device);
+  match.tensor("out", args.out).type(DType::kF32).shape({m, weights.n()}).inner_contiguous();
+  if (args.source) {
+    match.tensor("source", args.source).type(DType::kI32).shape({m}).contiguous().device(device);
+  } else {
+    require(sources.value() == m.value(), "matmul: without source, a needs as many rows as out");
+  }
+  match.tensor("tiles", args.tiles).type(DType::kI32).rank(2).contiguous().device(device);
+  require(args.tiles.dim(1) == 4, "matmul: tiles must be [num_tiles, 4]");
+  check_bias(args.bias, {weights.num_groups(), weights.n()});
+  SHOAL_ON_CUDA("matmul", tiled_product(args, weights.impl(), context));
 }
 
 }  // namespace shoal

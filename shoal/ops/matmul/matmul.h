@@ -23,6 +23,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "shoal/ops/context.h"
 #include "shoal/quant/quant_matrix.h"
@@ -34,6 +35,10 @@ enum class MatmulPrecision : uint8_t { kDefault, kExact };
 
 // A weight in the layout its kernels read. Owns what was repacked; otherwise refers to the raw bytes, which must
 // outlive it.
+//
+// On CUDA (context.device) weights stand in tiles in device memory and activations are rounded to bf16, products added in
+// f32; scales are applied in f32 (few rows) or rounded with the weight to bf16 (many). kExact: weights and products in
+// f32. A format without a layout of its own is stored as bf16. A row's bits depend on how many rows there are.
 class MatmulWeight {
  public:
   MatmulWeight();
@@ -44,6 +49,7 @@ class MatmulWeight {
   int64_t n() const;
   int64_t k() const;
   Format format() const;
+  Device device() const;
   std::string_view layout() const;   // "raw", or the name of a repacked layout
   std::string_view variant() const;  // kernel family that runs, for `inspect` and `explain`
   bool owns_bytes() const;           // true: the raw bytes are no longer read
@@ -82,5 +88,46 @@ struct GroupedMatmulArgs {
 
 // The weights: the same n, k, formats and preparation. Workspace: matmul_workspace_bytes of one of them.
 void grouped_matmul(const GroupedMatmulArgs& args, std::span<const MatmulWeight> weights, const OpContext& context);
+
+// The same on CUDA, where only the device knows the groups: sort_rows (ops/rows) lays them out as tiles.
+class GroupedWeights {
+ public:
+  GroupedWeights();
+  // Weights of one n, k and layout, all on the context's device. kUnsupported if they were joined of several formats.
+  GroupedWeights(std::vector<MatmulWeight> weights, const OpContext& context);
+  ~GroupedWeights();
+  GroupedWeights(GroupedWeights&&) noexcept;
+  GroupedWeights& operator=(GroupedWeights&&) noexcept;
+
+  int64_t num_groups() const;
+  const MatmulWeight& weight(int64_t group) const;
+  int64_t n() const;
+  int64_t k() const;
+
+  struct Impl;
+  const Impl& impl() const { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+struct TiledMatmulArgs {
+  TensorView out;       // [m, n] f32
+  TensorView a;         // [num_sources, k] f32
+  TensorView source{};  // [m] i32: row of a for a row of out; absent: its own
+  TensorView tiles;     // [num_tiles, 4] i32, of sort_rows
+  int64_t tile_rows = 0;
+  TensorView bias{};    // [num_groups, n] f32, optional
+};
+
+// Tiles for m rows spread over num_groups groups: how many rows each holds, and how many there may be.
+struct TileCount {
+  int64_t tile_rows = 0;
+  int64_t num_tiles = 0;
+};
+TileCount matmul_tiles(int64_t m, int64_t num_groups);
+
+size_t tiled_matmul_workspace_bytes(int64_t num_sources, int64_t k);
+void tiled_matmul(const TiledMatmulArgs& args, const GroupedWeights& weights, const OpContext& context);
 
 }  // namespace shoal

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "shoal/ops/matmul/matmul.h"
+#include "shoal/ops/matmul/matmul_cuda.h"
 #include "shoal/quant/quant_matrix.h"
 #include "shoal/tensor/tensor.h"
 
@@ -194,6 +195,7 @@ struct MatmulWeight::Impl {
   int64_t n = 0;
   int64_t k = 0;
   int64_t num_groups = 0;
+  Format format = Format::kF32;  // of the first part
   MatmulPrecision precision = MatmulPrecision::kDefault;
   cpu::Isa isa = cpu::Isa::kScalar;  // of the context at preparation: the layout depends on it
   int group = 8;
@@ -201,6 +203,13 @@ struct MatmulWeight::Impl {
   int num_slots = 1;         // threads of the pool at preparation; each slot has its own scratch and range of outputs
   std::string layout;
   std::string variant;
+  std::vector<cuda::DevicePart> device_parts;  // on CUDA, in the place of `parts`
+  Device device{};
+};
+
+struct GroupedWeights::Impl {
+  std::vector<MatmulWeight> weights;
+  AlignedBuffer operands;  // [num_groups] of cuda::Operand, in device memory
 };
 
 // One call's rows. Strides count elements.
@@ -224,6 +233,13 @@ constexpr int matmul_group(cpu::Isa isa) { return isa == cpu::Isa::kAvx512 ? 16 
 
 // f32 values of scratch that one slot needs for decoded tiles of chunks of at most `chunk` values.
 constexpr int64_t decode_scratch_size(int64_t chunk, int group) { return chunk * (kDecodeGroups * group + 1); }
+
+namespace cuda {
+void prepare_on_device(std::span<const QuantMatrix> parts, MatmulWeight::Impl& impl, const OpContext& context);
+void matmul_rows(const MatmulWeight::Impl& impl, const MatmulRows& rows, const OpContext& context);
+void make_operands(GroupedWeights::Impl& impl, const OpContext& context);
+void tiled_product(const TiledMatmulArgs& args, const GroupedWeights::Impl& impl, const OpContext& context);
+}  // namespace cuda
 
 // In f64 over decoded weights; activations are rounded to int8 where the integer kernels would.
 void matmul_reference(const MatmulWeight::Impl& weight, const MatmulRows& rows);

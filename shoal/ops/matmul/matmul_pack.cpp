@@ -11,26 +11,7 @@
 #include "shoal/quant/k_scales.h"
 
 namespace shoal {
-namespace {
 
-// [k, group] of T: value i of every row of the group side by side.
-template <class T>
-void pack_plain_group(const MatmulPart& part, int64_t k, int group, int64_t group_idx) {
-  T* to = reinterpret_cast<T*>(part.packed.data() + group_idx * static_cast<int64_t>(part.group_bytes));
-  for (int lane = 0; lane < group; ++lane) {
-    const int64_t n_idx = group_idx * group + lane;
-    const std::byte* from = n_idx < part.n ? part.raw.row(n_idx) : nullptr;
-    for (int64_t i = 0; i < k; ++i) {
-      T value{};
-      if (from != nullptr) {
-        std::memcpy(&value, from + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-      }
-      to[i * group + lane] = value;
-    }
-  }
-}
-
-// The 32 codes of sub-block `sub` of a stored block, one a byte.
 void unpack_codes(Format format, const std::byte* block, int sub, uint8_t* codes) {
   const auto nibbles = [codes](const std::byte* from) {
     for (int i = 0; i < 16; ++i) {
@@ -100,6 +81,31 @@ void unpack_codes(Format format, const std::byte* block, int sub, uint8_t* codes
   }
 }
 
+uint32_t q3_k_scale(const std::byte* block, int i) {
+  const uint32_t low = block::u8(block + 96 + i % 8) >> (i < 8 ? 0 : 4) & 15;
+  const uint32_t high = block::u8(block + 104 + i % 4) >> (2 * (i / 4)) & 3;
+  return (low | high << 4) - 32;
+}
+
+namespace {
+
+// [k, group] of T: value i of every row of the group side by side.
+template <class T>
+void pack_plain_group(const MatmulPart& part, int64_t k, int group, int64_t group_idx) {
+  T* to = reinterpret_cast<T*>(part.packed.data() + group_idx * static_cast<int64_t>(part.group_bytes));
+  for (int lane = 0; lane < group; ++lane) {
+    const int64_t n_idx = group_idx * group + lane;
+    const std::byte* from = n_idx < part.n ? part.raw.row(n_idx) : nullptr;
+    for (int64_t i = 0; i < k; ++i) {
+      T value{};
+      if (from != nullptr) {
+        std::memcpy(&value, from + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+      }
+      to[i * group + lane] = value;
+    }
+  }
+}
+
 // Codes of a row's block at its lane: 4 bytes a vector.
 void put_codes(const IntegerLayout& layout, const uint8_t* codes, int group, std::byte* lane) {
   const int vector = 4 * group;
@@ -133,13 +139,6 @@ void put_codes(const IntegerLayout& layout, const uint8_t* codes, int group, std
   for (int v = 0; v < layout.high_bits; ++v) {
     std::memcpy(lane + (num_low + v) * vector, high + 4 * v, 4);
   }
-}
-
-// Scale of sub-block i of 16, signed.
-uint32_t q3_k_scale(const std::byte* block, int i) {
-  const uint32_t low = block::u8(block + 96 + i % 8) >> (i < 8 ? 0 : 4) & 15;
-  const uint32_t high = block::u8(block + 104 + i % 4) >> (2 * (i / 4)) & 3;
-  return (low | high << 4) - 32;
 }
 
 // The scales of one stored block at its lane; `at` is where the scales of this block (or of its 8 sub-blocks) begin.

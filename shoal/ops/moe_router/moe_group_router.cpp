@@ -10,6 +10,8 @@
 #include "shoal/ops/element.h"
 #include "shoal/ops/moe_router/choose.h"
 #include "shoal/ops/moe_router/moe_router.h"
+#include "shoal/ops/moe_router/route_experts_cuda.h"
+#include "shoal/ops/on_cuda.h"
 #include "shoal/ops/variant.h"
 #include "shoal/tensor/matcher.h"
 
@@ -240,6 +242,13 @@ void moe_group_router(const MoEGroupRouterArgs& a, const OpContext& context) {
   check_output(kName, "router_weights", a.router_weights, shapes.router_weights, device);
   wants_reference(kName, context.variant);
   const int64_t num_rows = num_rows_of(a);
+  if (device.type == DeviceType::kCuda) {
+    if (!is_full(a)) {
+      fail(ErrorCode::kUnsupported, kName, ": the choice within groups has no CUDA kernel, only full_scores has");
+    }
+    SHOAL_ON_CUDA(kName, moe_group_router_full(a, context));
+    return;
+  }
   if (is_full(a)) {
     full_rows(a, context, num_rows);
     return;

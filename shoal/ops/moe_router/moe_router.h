@@ -45,6 +45,7 @@ struct RouteExpertsArgs {
   bool normalize = false;
   bool sparse_mixer = false;
   int64_t num_shared = 0;
+  float scale = 1.0f;  // of all weights but the shared experts'
 };
 void route_experts(const RouteExpertsArgs& args, const OpContext& context);
 

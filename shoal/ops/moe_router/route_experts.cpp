@@ -9,6 +9,8 @@
 #include "shoal/ops/element.h"
 #include "shoal/ops/moe_router/choose.h"
 #include "shoal/ops/moe_router/moe_router.h"
+#include "shoal/ops/moe_router/route_experts_cuda.h"
+#include "shoal/ops/on_cuda.h"
 #include "shoal/tensor/matcher.h"
 
 namespace shoal {
@@ -135,6 +137,11 @@ void route_row(const RouteExpertsArgs& a, int64_t t, Scratch& scratch) {
       }
     }
   }
+  if (a.scale != 1.0f) {
+    for (int64_t j = 0; j < a.top_k; ++j) {
+      weights[j] *= a.scale;
+    }
+  }
   for (int64_t s = 0; s < a.num_shared; ++s) {
     const float gate = row[num_routed + s];
     ids[a.top_k + s] = static_cast<int32_t>(num_routed + s);
@@ -180,12 +187,13 @@ void check_routing(std::string_view logits_name, const TensorView& logits, const
   const Matcher match("route_experts");
   Dim tokens{"num_tokens"};
   Dim experts{"num_experts"};
+  const Device device = logits.device;
   match.tensor(logits_name, logits).types(kFloats).shape({tokens, experts});
   if (values) {
-    match.tensor("router_weights", values).type(logits.dtype).shape({tokens, experts});
+    match.tensor("router_weights", values).type(logits.dtype).shape({tokens, experts}).device(device);
   }
-  match.tensor("expert_ids", ids).type(DType::kI32).shape({tokens, columns}).inner_contiguous();
-  match.tensor("expert_weights", weights).type(DType::kF32).shape({tokens, columns}).inner_contiguous();
+  match.tensor("expert_ids", ids).type(DType::kI32).shape({tokens, columns}).inner_contiguous().device(device);
+  match.tensor("expert_weights", weights).type(DType::kF32).shape({tokens, columns}).inner_contiguous().device(device);
 }
 
 template <class Body>
@@ -210,6 +218,10 @@ void route_experts(const RouteExpertsArgs& a, const OpContext& context) {
           "route_experts: num_shared excludes router_weights and sparse_mixer");
   require(!a.sparse_mixer || (a.top_k == 2 && (num_routed == 8 || num_routed == 16)),
           "route_experts: sparse_mixer needs top_k 2 and 8 or 16 experts");
+  if (a.router_logits.device.type == DeviceType::kCuda) {
+    SHOAL_ON_CUDA("route_experts", route_experts(a, context));
+    return;
+  }
   for_each_token(context, a.router_logits.dim(0), a.router_logits.dim(1),
                  [&](int64_t t, Scratch& scratch) { route_row(a, t, scratch); });
 }
@@ -218,6 +230,10 @@ void route_packed_experts(const RoutePackedArgs& a, const OpContext& context) {
   check_routing("router_probs", a.router_probs, a.router_weights, a.expert_ids, a.expert_weights, a.top_k);
   const int64_t num_experts = a.router_probs.dim(1);
   require(a.top_k >= 1 && a.top_k <= num_experts, "route_experts: top_k is ", a.top_k, ", expected 1 to ", num_experts);
+  if (a.router_probs.device.type == DeviceType::kCuda) {
+    SHOAL_ON_CUDA("route_experts", route_packed_experts(a, context));
+    return;
+  }
   for_each_token(context, a.router_probs.dim(0), num_experts,
                  [&](int64_t t, Scratch& scratch) { route_packed_row(a, t, scratch); });
 }

@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/ops/norm/norm_cuda.h"
+#include "shoal/ops/on_cuda.h"
 #include "shoal/ops/variant.h"
 #include "shoal/tensor/matcher.h"
 
@@ -44,6 +46,10 @@ void check(const RmsNormArgs& args) {
 
 void rms_norm(const RmsNormArgs& args, const OpContext& context) {
   check(args);
+  if (args.out.device.type == DeviceType::kCuda) {
+    SHOAL_ON_CUDA("rms_norm", rms_norm(args, context));
+    return;
+  }
   if (wants_reference("rms_norm", context.variant)) {
     rms_norm_ref(args);
     return;

@@ -6,6 +6,8 @@
 
 #include "shoal/base/text.h"
 #include "shoal/cpu/thread_pool.h"
+#include "shoal/ops/on_cuda.h"
+#include "shoal/ops/paged_attention/paged_attention_cuda.h"
 #include "shoal/ops/paged_attention/paged_attention_plan.h"
 
 namespace shoal {
@@ -57,18 +59,29 @@ void run_cpu(const Problem& problem, const OpContext& context) {
 
 size_t paged_attention_workspace_bytes(const PagedAttentionArgs& args, int num_threads) {
   require(num_threads > 0, "paged_attention: num_threads is ", num_threads, ", expected more than 0");
-  const paged::Problem problem = paged::check(args, /*shapes_only=*/true);
+  const paged::Problem problem = paged::check(args, /*shapes_only=*/true, "paged_attention", /*runs_on_devices=*/true);
+  if (args.query.device.type == DeviceType::kCuda) {
+    return SHOAL_ON_CUDA("paged_attention", paged_attention_workspace_bytes(problem));
+  }
   return paged::plan_bytes(paged::make_plan(problem, num_threads));
 }
 
 void paged_attention(const PagedAttentionArgs& args, const OpContext& context) {
   require(context.variant.empty() || context.variant == "cpu" || context.variant == "ref", "paged_attention: variant '",
           printable(context.variant), "' is unknown, expected cpu or ref");
-  const paged::Problem problem = paged::check(args, /*shapes_only=*/false);
-  paged::check_page_ids(args, problem);
+  const paged::Problem problem =
+      paged::check(args, /*shapes_only=*/false, "paged_attention", /*runs_on_devices=*/true);
   if (problem.num_tokens == 0) {
     return;
   }
+  if (args.query.device.type == DeviceType::kCuda) {
+    require(context.variant.empty(), "paged_attention: on CUDA there is one variant, not '", printable(context.variant),
+            "'");
+    require(context.workspace != nullptr, "paged_attention: a workspace is required on CUDA");
+    SHOAL_ON_CUDA("paged_attention", paged_attention(problem, context));
+    return;
+  }
+  paged::check_page_ids(args, problem);
   if (context.variant == "ref") {
     paged::run_ref(problem);
   } else {

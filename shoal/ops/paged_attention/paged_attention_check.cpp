@@ -327,7 +327,7 @@ void check_outputs(std::string_view op, const PagedAttentionArgs& args, Problem&
   check_alias(args.value_cache_out, args.value_cache, "value_cache");
 }
 
-void check_devices(std::string_view op, const PagedAttentionArgs& args) {
+void check_devices(std::string_view op, const PagedAttentionArgs& args, bool runs_on_devices) {
   const struct {
     std::string_view name;
     const TensorView& view;
@@ -350,6 +350,11 @@ void check_devices(std::string_view op, const PagedAttentionArgs& args) {
                  {"v_scale", args.v_scale},
                  {"attention_metadata", args.attention_metadata}};
   for (const auto& tensor : tensors) {
+    if (runs_on_devices && args.query.device.type != DeviceType::kCpu) {
+      expect(op, !tensor.view || tensor.view.device == args.query.device, tensor.name,
+             " is on another device than query");
+      continue;
+    }
     expect(op, !tensor.view || tensor.view.device.type == DeviceType::kCpu, tensor.name,
            " is on another device, expected the CPU");
   }
@@ -357,12 +362,13 @@ void check_devices(std::string_view op, const PagedAttentionArgs& args) {
 
 }  // namespace
 
-Problem check(const PagedAttentionArgs& args, bool shapes_only, std::string_view op) {
+Problem check(const PagedAttentionArgs& args, bool shapes_only, std::string_view op, bool runs_on_devices) {
   check_attributes(op, args);
   Problem p;
   p.latent = args.kv_cache_layout == "LATENT";
   check_presence(op, args, p.latent);
-  check_devices(op, args);
+  check_devices(op, args, runs_on_devices);
+  shapes_only |= args.query.device.type != DeviceType::kCpu;
   resolve_heads(op, args, p);
   resolve_caches(op, args, p);
   resolve_indices(op, args, p);
