@@ -6,8 +6,11 @@
 #include <thread>
 
 #include "apps/python/bindings/bindings.h"
+#include "shoal/base/text.h"
 #include "shoal/cpu/isa.h"
+#include "shoal/cuda/device.h"
 #include "shoal/model/model.h"
+#include "shoal/model/synthetic.h"
 #include "shoal/quant/format.h"
 
 namespace nb = nanobind;
@@ -27,6 +30,22 @@ nb::dict cpu_info() {
   return dict;
 }
 
+// Those that models can run on.
+nb::list cuda_devices() {
+  nb::list devices;
+  for (int i = 0; i < cuda::device_count(); ++i) {
+    const cuda::DeviceInfo info = cuda::device_info(i);
+    nb::dict dict;
+    dict["name"] = to_str(info.name);
+    dict["capability"] = to_str(concat(info.major, ".", info.minor));
+    dict["multiprocessors"] = info.num_sms;
+    dict["total_bytes"] = info.total_bytes;
+    dict["free_bytes"] = info.free_bytes;
+    devices.append(dict);
+  }
+  return devices;
+}
+
 }  // namespace
 
 void bind_system(nb::module_& module) {
@@ -34,11 +53,14 @@ void bind_system(nb::module_& module) {
   // The instruction set that SHOAL_CPU_ISA forces, or the fastest; raises if the variable is wrong.
   module.def("default_isa", [] { return to_str(cpu::to_string(cpu::default_isa())); });
   module.def("registered_architectures", &registered_architectures);
-#if defined(SHOAL_CUDA)
+#if SHOAL_HAVE_CUDA
   module.attr("has_cuda") = true;
 #else
   module.attr("has_cuda") = false;
 #endif
+  module.def("cuda_devices", &cuda_devices);
+  module.def("why_no_cuda_device", &cuda::why_no_device);
+  module.def("synthetic_models", &synthetic_names);
 }
 
 }  // namespace shoal::python

@@ -26,7 +26,7 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", envvar="SHOAL_MODEL", help="A GGUF file, a model folder, or a name (smollm2).")
 ]
-Device = Annotated[str, option("--device", help="auto or cpu (this build has no CUDA)", rich_help_panel="Engine")]
+Device = Annotated[str, option("--device", help="auto, cpu, cuda or cuda:N", rich_help_panel="Engine")]
 KvDtype = Annotated[str, option("--kv-dtype", help="KV cache: auto, f32, bf16, f16 or int8", rich_help_panel="Engine")]
 Context = Annotated[
     int,
@@ -135,6 +135,9 @@ def run_command(
 def bench_command(
     context: typer.Context,
     model: Model = "smollm2",
+    synthetic: Annotated[
+        str, option("--synthetic", help="random weights in place of MODEL: qwen3-30b-a3b, gpt-oss-120b or qwen3-tiny")
+    ] = "",
     contexts: Annotated[str, option("--context", help="prompt lengths, for example 512,8k")] = "512,2k",
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="tokens to decode", min=2)] = 32,
     repetitions: Annotated[int, option("--repetitions", "-r", help="runs of each", min=1)] = 3,
@@ -156,6 +159,7 @@ def bench_command(
     from shoal.command_bench import bench, parse_contexts
 
     engine = engine_options(device, kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
+    model = f"synthetic:{synthetic}" if synthetic else model
     return bench(model, parse_contexts(contexts), max_tokens, repetitions, output, engine)
 
 

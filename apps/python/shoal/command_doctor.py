@@ -40,9 +40,10 @@ def examine() -> dict[str, Any]:
     memory = _memory()
     gpus = _gpus()
     if gpus and not _core.has_cuda:
-        notes.append("there is a GPU, but this build has no CUDA: it runs on the CPU")
-    if not gpus and _core.has_cuda:
-        notes.append("this build has CUDA, but no GPU was found (nvidia-smi)")
+        notes.append("there is a GPU, but this build has no CUDA (build it with SHOAL_CUDA=ON): it runs on the CPU")
+    cuda_devices = _core.cuda_devices()
+    if _core.has_cuda and not cuda_devices:
+        notes.append(f"this build has CUDA, but no device: {_core.why_no_cuda_device()}")
     if not gpus and not _core.has_cuda:
         notes.append("no GPU and no CUDA in this build: models run on the CPU")
     if isa == "scalar":
@@ -63,6 +64,7 @@ def examine() -> dict[str, Any]:
         "usable_threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpu["threads"],
         "memory": memory,
         "cuda_build": _core.has_cuda,
+        "cuda_devices": cuda_devices,
         "gpus": gpus,
         "architectures": list(_core.registered_architectures()),
         "cache": os.fspath(models.cache_folder()),

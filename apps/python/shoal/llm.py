@@ -87,6 +87,10 @@ class SamplingParams:
         self.stops()
 
 
+def _tokenizer_of(path: Path) -> Tokenizer | None:
+    return None if models.is_synthetic(path) else load_tokenizer(path)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -144,7 +148,7 @@ class Chunk:
 class LLM:
     """A loaded model.
 
-    model: a GGUF file, a Hugging Face folder, or a name ("smollm2"). device: auto, cpu. kv_dtype: auto, f32,
+    model: a GGUF file, a Hugging Face folder, or a name ("smollm2"). device: auto, cpu, cuda, cuda:N. kv_dtype: auto, f32,
     bf16, f16, int8. max_context: tokens of prompt and answer together, 0 for the model's (at most 8192).
     exact: activations in f32 whatever the checkpoint says. max_batch_tokens bounds a step, page_size is that of the KV
     cache, threads 0 means all cores.
@@ -171,7 +175,7 @@ class LLM:
         options: dict[str, Any] = {"max_batch_tokens": max_batch_tokens, "max_seqs": max_seqs, "page_size": page_size}
         # The engine loads without the interpreter lock, so the tokenizer is made meanwhile.
         with ThreadPoolExecutor(1) as pool:
-            tokenizer = pool.submit(load_tokenizer, self.path)
+            tokenizer = pool.submit(_tokenizer_of, self.path)
             self._engine = _core.Engine(
                 os.fspath(self.path),
                 device=device,

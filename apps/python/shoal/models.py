@@ -94,6 +94,8 @@ def resolve(model: str | os.PathLike[str], say: Say | None = None, progress: Pro
     if not text:
         raise InvalidArgument("the model's path is empty")
     path = Path(text)
+    if is_synthetic(path):
+        return path
     # A path wins over a name only if it looks like one or exists.
     if text in NAMED_MODELS and not path.exists():
         return fetch(NAMED_MODELS[text], say, progress)
@@ -101,6 +103,11 @@ def resolve(model: str | os.PathLike[str], say: Say | None = None, progress: Pro
         names = ", ".join(NAMED_MODELS)
         raise ShoalError(f'no model at "{printable(text)}": no such file or folder, nor one of the names {names}', "io")
     return path
+
+
+def is_synthetic(path: Path) -> bool:
+    """Whether it names random weights that the engine makes itself ("synthetic:NAME"): no file, no tokenizer."""
+    return os.fspath(path).startswith("synthetic:")
 
 
 def is_here(model: str) -> bool:
