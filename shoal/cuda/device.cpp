@@ -116,6 +116,23 @@ void fill_zero(void* to, size_t num_bytes, Stream stream) {
 
 void synchronize(Stream stream) { check_cuda(cudaStreamSynchronize(handle(stream)), "waiting for the device"); }
 
+Event::Event(Stream stream) {
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreate(&event), "making an event");
+  event_ = event;
+  check_cuda(cudaEventRecord(event, static_cast<cudaStream_t>(stream.handle)), "recording an event");
+}
+
+Event::~Event() { cudaEventDestroy(static_cast<cudaEvent_t>(event_)); }
+
+double seconds_between(const Event& begin, const Event& end) {
+  float milliseconds = 0.0f;
+  check_cuda(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(begin.get()),
+                                  static_cast<cudaEvent_t>(end.get())),
+             "reading a time");
+  return 1e-3 * milliseconds;
+}
+
 Graph::~Graph() {
   if (executable_ != nullptr) {
     cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable_));

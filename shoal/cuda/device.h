@@ -56,6 +56,20 @@ void fill_zero(void* to, size_t num_bytes, Stream stream);
 // Waits for everything in the stream, and throws what went wrong in it.
 void synchronize(Stream stream);
 
+// A point in a stream's work, for timing.
+class Event {
+ public:
+  explicit Event(Stream stream);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void* get() const { return event_; }
+
+ private:
+  void* event_ = nullptr;
+};
+double seconds_between(const Event& begin, const Event& end);  // both passed
+
 // What a stream does between begin() and end(), to be done again at one launch.
 class Graph {
  public:

@@ -13,7 +13,26 @@
 
 namespace shoal::cuda {
 
+// Whether kernels may be brought to the device while the one before still runs (compute capability 9.0).
+inline bool starts_early() {
+  thread_local int known_device = -1;
+  thread_local bool result = false;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the device");
+  if (device != known_device) {
+    int major = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the capability");
+    constexpr int kHopper = 9;
+    result = major >= kHopper;
+    known_device = device;
+  }
+  return result;
+}
+
 // Every launch is checked; what a kernel does wrong while it runs is reported by the next synchronisation.
+//
+// A kernel may start before the one ahead of it in the stream has ended: its first statement is begin_kernel() (or
+// announce(), some reads of what no kernel writes, wait_for_inputs()), without exception.
 template <class Kernel, class... Args>
 void launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, Stream stream, Args... args) {
   constexpr size_t kDefaultShared = 48 << 10;
@@ -21,13 +40,39 @@ void launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, Stream st
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
                "asking for shared memory");
   }
-  kernel<<<grid, block, shared_bytes, static_cast<cudaStream_t>(stream.handle)>>>(args...);
-  check_cuda(cudaGetLastError(), "launching a kernel");
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream.handle);
+  config.attrs = &early;
+  config.numAttrs = starts_early() ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "launching a kernel");
 }
 
 inline unsigned blocks_for(int64_t count, int64_t each) { return static_cast<unsigned>((count + each - 1) / each); }
 
 constexpr int kWarp = 32;
+
+// The kernel behind this one may be brought to the device.
+__device__ inline void announce() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Everything that the kernels ahead wrote is there.
+__device__ inline void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void begin_kernel() {
+  announce();
+  wait_for_inputs();
+}
 
 __device__ inline float warp_sum(float value) {
 #pragma unroll

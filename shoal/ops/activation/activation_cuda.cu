@@ -34,6 +34,7 @@ __device__ float gated(float g, float v, const Params& p) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) gated_activation_kernel(T* out, const T* gate, const T* value, Params p) {
+  begin_kernel();
   const int64_t row = blockIdx.y;
   const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (i < p.width) {
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(kThreads) gated_activation_kernel(T* out, cons
 }
 
 __global__ void __launch_bounds__(kThreads) softcap_kernel(float* x, int64_t count, float cap) {
+  begin_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < count) {
     x[i] = cap * tanhf(x[i] / cap);

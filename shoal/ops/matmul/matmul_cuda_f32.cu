@@ -11,6 +11,7 @@ constexpr int kRows = 8;  // rows that one pass over a weight's row serves
 
 // A warp an output; lane l adds columns 4l, 4l + 128, ...
 __global__ void __launch_bounds__(kWarps* kWarp) matmul_f32_kernel(ProductParams p) {
+  begin_kernel();
   const int lane = threadIdx.x % kWarp;
   const int column = static_cast<int>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   const RowTile tile = row_tile(p, blockIdx.y, kLargeRows);
@@ -44,8 +45,46 @@ __global__ void __launch_bounds__(kWarps* kWarp) matmul_f32_kernel(ProductParams
   }
 }
 
+constexpr int kFewRows = 8;
+
+// The same for few rows: a block an output, so that a row's products are on their way together.
+__global__ void __launch_bounds__(kWarps* kWarp) matmul_f32_few_kernel(ProductParams p) {
+  begin_kernel();
+  __shared__ float scratch[kWarp];
+  const int column = blockIdx.x;
+  const RowTile tile = row_tile(p, blockIdx.y, kLargeRows);
+  if (tile.count <= 0) {
+    return;
+  }
+  const float* w = reinterpret_cast<const float*>(operand_of(p, tile.group).codes) + static_cast<int64_t>(column) * p.k;
+  float sums[kFewRows] = {};
+  for (int i = 4 * static_cast<int>(threadIdx.x); i < p.k; i += 4 * kWarps * kWarp) {
+    const float4 x = *reinterpret_cast<const float4*>(w + i);
+#pragma unroll
+    for (int r = 0; r < kFewRows; ++r) {
+      if (r < tile.count) {
+        const int at = tile.begin + r;
+        const float4 y =
+            *reinterpret_cast<const float4*>(p.a + (p.source != nullptr ? p.source[at] : at) * p.a_stride + i);
+        sums[r] += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+      }
+    }
+  }
+  const float bias = p.bias != nullptr ? p.bias[tile.group * p.bias_stride + column] : 0.0f;
+#pragma unroll
+  for (int r = 0; r < kFewRows; ++r) {
+    if (r < tile.count) {  // the same for all threads
+      const float sum = block_sum(sums[r], scratch);
+      if (threadIdx.x == 0) {
+        p.out[(tile.begin + r) * p.out_stride + column] = sum + bias;
+      }
+    }
+  }
+}
+
 // Activations as the tensor cores take them: bf16, rows padded with zeros to whole chunks.
 __global__ void to_bf16_kernel(__nv_bfloat16* out, const float* a, int64_t a_stride, int k, int padded) {
+  begin_kernel();
   const int64_t row = blockIdx.y;
   const int i = 4 * (static_cast<int>(blockIdx.x) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x));
   if (i >= padded) {
@@ -62,6 +101,11 @@ __global__ void to_bf16_kernel(__nv_bfloat16* out, const float* a, int64_t a_str
 }  // namespace
 
 void launch_product_f32(const ProductParams& p, int64_t num_tiles, int64_t, int, Stream stream) {
+  if (p.m <= kFewRows) {
+    launch(matmul_f32_few_kernel, dim3(static_cast<unsigned>(p.n), static_cast<unsigned>(num_tiles)),
+           dim3(kWarps * kWarp), 0, stream, p);
+    return;
+  }
   launch(matmul_f32_kernel, dim3(blocks_for(p.n, kWarps), static_cast<unsigned>(num_tiles)), dim3(kWarps * kWarp), 0,
          stream, p);
 }

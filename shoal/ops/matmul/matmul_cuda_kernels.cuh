@@ -70,6 +70,10 @@ __device__ inline void add_scaled(float (&acc)[4], const float (&part)[4], const
 
 template <Codes kCodes, int kGroup, bool kHasMin, int kTiles>
 __global__ void __launch_bounds__(kSmallWarps* kWarp) matmul_small_kernel(ProductParams p, float offset) {
+  announce();
+  if (p.tiles != nullptr) {
+    wait_for_inputs();  // otherwise the weights go ahead
+  }
   using Regs = TileRegs<kCodes>;
   constexpr bool kScaled = kCodes != Codes::kBF16;
   constexpr TileLayout kLayout{kCodes, kGroup, kHasMin, 0};
@@ -85,6 +89,30 @@ __global__ void __launch_bounds__(kSmallWarps* kWarp) matmul_small_kernel(Produc
   const std::byte* codes = weight.codes + first_tile * kLayout.tile_bytes();
   const std::byte* scale_tiles = weight.scales + first_tile * kLayout.scale_tile_bytes();
 
+  // Chunks on their way: as many as registers hold, since a warp has few and each comes from far.
+  constexpr int kDepth = kLayout.bits() <= 4 ? 4 : kLayout.bits() <= 8 ? 2 : 1;
+  Regs regs[kDepth][2];
+  ScaleRegs<kGroup, kHasMin> scales[kDepth][2];
+  const auto load = [&](int chunk, int slot) {
+    const std::byte* code_tile = codes + static_cast<int64_t>(chunk) * kLayout.tile_bytes();
+    regs[slot][0].load(code_tile, 0, lane);
+    regs[slot][1].load(code_tile, 1, lane);
+    if constexpr (kScaled) {
+      const std::byte* scale_tile = scale_tiles + static_cast<int64_t>(chunk) * kLayout.scale_tile_bytes();
+      scales[slot][0].load(scale_tile, lane / 4);
+      scales[slot][1].load(scale_tile, lane / 4 + 8);
+    }
+  };
+#pragma unroll
+  for (int slot = 0; slot < kDepth; ++slot) {
+    if (warp + slot * kSmallWarps < p.num_chunks) {
+      load(warp + slot * kSmallWarps, slot);
+    }
+  }
+  if (p.tiles == nullptr) {
+    wait_for_inputs();
+  }
+
   const float* a[kTiles];  // the row of each tile that this lane loads; null: none
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -96,76 +124,61 @@ __global__ void __launch_bounds__(kSmallWarps* kWarp) matmul_small_kernel(Produc
   float acc[kTiles][4] = {};
   constexpr uint32_t kOne = 0x3f803f80u;
   constexpr uint32_t kOnes[4] = {kOne, kOne, kOne, kOne};
-  Regs regs[2];
-  ScaleRegs<kGroup, kHasMin> scales[2];
-  const auto load = [&](int chunk, Regs(&to)[2], ScaleRegs<kGroup, kHasMin>(&to_scales)[2]) {
-    const std::byte* code_tile = codes + static_cast<int64_t>(chunk) * kLayout.tile_bytes();
-    to[0].load(code_tile, 0, lane);
-    to[1].load(code_tile, 1, lane);
-    if constexpr (kScaled) {
-      const std::byte* scale_tile = scale_tiles + static_cast<int64_t>(chunk) * kLayout.scale_tile_bytes();
-      to_scales[0].load(scale_tile, lane / 4);
-      to_scales[1].load(scale_tile, lane / 4 + 8);
-    }
-  };
-  if (warp < p.num_chunks) {
-    load(warp, regs, scales);
-  }
-  for (int chunk = warp; chunk < p.num_chunks; chunk += kSmallWarps) {
-    Regs next[2];
-    ScaleRegs<kGroup, kHasMin> next_scales[2];
-    if (chunk + kSmallWarps < p.num_chunks) {  // on its way while this one is multiplied
-      load(chunk + kSmallWarps, next, next_scales);
-    }
+  for (int first = warp; first < p.num_chunks; first += kDepth * kSmallWarps) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+    for (int slot = 0; slot < kDepth; ++slot) {
+      const int chunk = first + slot * kSmallWarps;
+      if (chunk >= p.num_chunks) {
+        break;
+      }
 #pragma unroll
-      for (int group = 0; group < kGroupsOfChunk; ++group) {
-        float part[4] = {};
-        float sums[4] = {};
+      for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          const int column = chunk * kChunk + group * 32 + step * 16 + lane % 4 * 4;
-          float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (a[t] != nullptr && column < p.k) {
-            v = *reinterpret_cast<const float4*>(a[t] + column);
-          }
-          const uint32_t b0 = pack(v.x, v.y, __nv_bfloat16{});
-          const uint32_t b1 = pack(v.z, v.w, __nv_bfloat16{});
-          const uint32_t w[4] = {regs[0].pair(group, 2 * step), regs[1].pair(group, 2 * step),
-                                 regs[0].pair(group, 2 * step + 1), regs[1].pair(group, 2 * step + 1)};
-          if constexpr (!kScaled) {
-            mma(acc[t], w, b0, b1, __nv_bfloat16{});
-          } else {
-            mma(part, w, b0, b1, __nv_bfloat16{});
-            if constexpr (kCodes == Codes::kU8) {
-              const uint32_t high[4] = {regs[0].high_pair(group, 2 * step), regs[1].high_pair(group, 2 * step),
-                                        regs[0].high_pair(group, 2 * step + 1), regs[1].high_pair(group, 2 * step + 1)};
-              mma(part, high, b0, b1, __nv_bfloat16{});
+        for (int group = 0; group < kGroupsOfChunk; ++group) {
+          float part[4] = {};
+          float sums[4] = {};
+#pragma unroll
+          for (int step = 0; step < 2; ++step) {
+            const int column = chunk * kChunk + group * 32 + step * 16 + lane % 4 * 4;
+            float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (a[t] != nullptr && column < p.k) {
+              v = *reinterpret_cast<const float4*>(a[t] + column);
             }
-            if constexpr (kNeedsSums) {
-              mma(sums, kOnes, b0, b1, __nv_bfloat16{});
-            }
-            if constexpr (kGroup == 16) {
-              add_scaled<ScaleRegs<kGroup, kHasMin>, kHasMin>(acc[t], part, sums, scales, 2 * group + step,
-                                                              Regs::kExcess, offset);
+            const uint32_t b0 = pack(v.x, v.y, __nv_bfloat16{});
+            const uint32_t b1 = pack(v.z, v.w, __nv_bfloat16{});
+            const uint32_t w[4] = {regs[slot][0].pair(group, 2 * step), regs[slot][1].pair(group, 2 * step),
+                                   regs[slot][0].pair(group, 2 * step + 1), regs[slot][1].pair(group, 2 * step + 1)};
+            if constexpr (!kScaled) {
+              mma(acc[t], w, b0, b1, __nv_bfloat16{});
+            } else {
+              mma(part, w, b0, b1, __nv_bfloat16{});
+              if constexpr (kCodes == Codes::kU8) {
+                const uint32_t high[4] = {regs[slot][0].high_pair(group, 2 * step), regs[slot][1].high_pair(group, 2 * step),
+                                          regs[slot][0].high_pair(group, 2 * step + 1), regs[slot][1].high_pair(group, 2 * step + 1)};
+                mma(part, high, b0, b1, __nv_bfloat16{});
+              }
+              if constexpr (kNeedsSums) {
+                mma(sums, kOnes, b0, b1, __nv_bfloat16{});
+              }
+              if constexpr (kGroup == 16) {
+                add_scaled<ScaleRegs<kGroup, kHasMin>, kHasMin>(acc[t], part, sums, scales[slot], 2 * group + step,
+                                                                Regs::kExcess, offset);
 #pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                part[i] = 0.0f;
-                sums[i] = 0.0f;
+                for (int i = 0; i < 4; ++i) {
+                  part[i] = 0.0f;
+                  sums[i] = 0.0f;
+                }
               }
             }
           }
-        }
-        if constexpr (kScaled && kGroup == 32) {
-          add_scaled<ScaleRegs<kGroup, kHasMin>, kHasMin>(acc[t], part, sums, scales, group, Regs::kExcess, offset);
+          if constexpr (kScaled && kGroup == 32) {
+            add_scaled<ScaleRegs<kGroup, kHasMin>, kHasMin>(acc[t], part, sums, scales[slot], group, Regs::kExcess, offset);
+          }
         }
       }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      regs[half] = next[half];
-      scales[half] = next_scales[half];
+      if (chunk + kDepth * kSmallWarps < p.num_chunks) {
+        load(chunk + kDepth * kSmallWarps, slot);
+      }
     }
   }
 
@@ -230,6 +243,7 @@ struct Scaler {
 
 template <Codes kCodes, int kGroup, bool kHasMin, int kRows>
 __global__ void __launch_bounds__(kLargeWarps* kWarp, 2) matmul_large_kernel(ProductParams p, float offset) {
+  begin_kernel();
   constexpr int kTiles = kRows / 8;
   constexpr size_t kStageBytes = kRows * kChunk * 2;
   constexpr int kPieces = 16 * kRows / (kLargeWarps * kWarp);  // of a thread, of a stage
@@ -247,20 +261,25 @@ __global__ void __launch_bounds__(kLargeWarps* kWarp, 2) matmul_large_kernel(Pro
   const int num_row_blocks = (p.n + kTileRows - 1) / kTileRows;
   const int row_block = static_cast<int>(blockIdx.x) * (kLargeOutputs / kTileRows) + 2 * warp;
 
-  // A thread copies the same pieces of one row of every stage.
-  const int own = threadIdx.x * kPieces / 16;
-  const bool has_row = own < tile.count;
-  const int at = tile.begin + own;
-  const int64_t source = !has_row ? 0 : p.source != nullptr ? p.source[at] : at;
-  const __nv_bfloat16* from = p.a16 + source * (static_cast<int64_t>(p.num_chunks) * kChunk);
+  // Neighbours copy neighbouring pieces of a row, so that a warp's copies are whole lines.
+  __shared__ int sources[kRows];  // rows of a; -1: none
+  for (int row = threadIdx.x; row < kRows; row += kLargeWarps * kWarp) {
+    const int at = tile.begin + row;
+    sources[row] = row >= tile.count ? -1 : p.source != nullptr ? p.source[at] : at;
+  }
+  __syncthreads();
+  const int piece = threadIdx.x % 16;
+  const int64_t row_size = static_cast<int64_t>(p.num_chunks) * kChunk;
   const uint32_t shared = shared_address(stages);
   const auto fetch = [&](int chunk) {
     if (chunk < p.num_chunks) {
       const uint32_t stage = shared + chunk % 2 * kStageBytes;
+      const __nv_bfloat16* from = p.a16 + chunk * kChunk + piece * 8;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const int piece = threadIdx.x * kPieces % 16 + i;
-        copy_async(stage + stage_offset(own, piece), from + chunk * kChunk + piece * 8, has_row);
+        const int row = threadIdx.x / 16 + i * (kLargeWarps * kWarp / 16);
+        const int source = sources[row];
+        copy_async(stage + stage_offset(row, piece), from + max(source, 0) * row_size, source >= 0);
       }
     }
     copy_commit();

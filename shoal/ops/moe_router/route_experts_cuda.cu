@@ -42,6 +42,7 @@ __device__ inline bool is_before(float a, int a_id, float b, int b_id) {
 
 template <class T>
 __global__ void __launch_bounds__(kWarps* kWarp) route_experts_kernel(Params p) {
+  begin_kernel();
   const int lane = threadIdx.x % kWarp;
   const int token = static_cast<int>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (token >= p.num_tokens) {
@@ -170,6 +171,7 @@ template <class T>
 __global__ void full_scores_kernel(float* selection, float* weights, const T* logits, const float* bias,
                                    int64_t selection_stride, int64_t weights_stride, int64_t logits_stride,
                                    int64_t num_rows, int num_experts) {
+  begin_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t row = i / num_experts;
   const int64_t e = i % num_experts;

@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(T* out, int64_t out_
                                                             const W* weight, const T* residual, int64_t residual_stride,
                                                             T* residual_out, int64_t residual_out_stride, int hidden,
                                                             float eps) {
+  begin_kernel();
   __shared__ float scratch[kWarp];
   const int64_t row = blockIdx.x;
   float sum = 0.0f;
@@ -42,6 +43,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_vectors_kernel(float* out, 
                                                                     const float* residual, int64_t residual_stride,
                                                                     float* residual_out, int64_t residual_out_stride,
                                                                     int hidden, float eps) {
+  begin_kernel();
   __shared__ float scratch[kWarp];
   const int64_t row = blockIdx.x;
   float4 values[kMaxVectors];

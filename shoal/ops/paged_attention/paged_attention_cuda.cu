@@ -54,10 +54,11 @@ __device__ void write_cache(const paged::CacheSide& side, std::byte* head, int i
   }
 }
 
-// A block a token, a warp a head at a time: query heads, then K, then V. Nothing is fused, so that bytes of the cache are
-// those of the reference.
+// A warp a head of a token: query heads, then K, then V. Nothing is fused, so that bytes of the cache are those of the
+// reference.
 template <class T, class E>
 __global__ void __launch_bounds__(kPrologueWarps* kWarp) paged_attention_prologue_kernel(AttentionParams p) {
+  begin_kernel();
   const paged::Problem& c = p.call;
   __shared__ float heads[kPrologueWarps][kMaxHead];
   __shared__ int owner;
@@ -77,6 +78,9 @@ __global__ void __launch_bounds__(kPrologueWarps* kWarp) paged_attention_prologu
   const int warp = threadIdx.x / kWarp;
   const int head_dim = static_cast<int>(c.head_dim);
   if (owner == INT32_MAX) {  // a token of no sequence: zeros, and nothing is written
+    if (blockIdx.y > 0) {
+      return;
+    }
     T* out = reinterpret_cast<T*>(c.output + token * c.output_stride);
     for (int i = threadIdx.x; i < c.num_heads * c.v_head_dim; i += blockDim.x) {
       out[i] = from_float<T>(0.0f);
@@ -105,7 +109,7 @@ __global__ void __launch_bounds__(kPrologueWarps* kWarp) paged_attention_prologu
   const int num_heads = static_cast<int>(c.num_heads);
   const int num_kv = static_cast<int>(c.num_kv_heads);
   const int total = num_heads + (c.latent ? 1 : 2) * num_kv;
-  for (int h = warp; h < total; h += kPrologueWarps) {
+  for (int h = static_cast<int>(blockIdx.y) * kPrologueWarps + warp; h < total; h += kPrologueWarps * gridDim.y) {
     const bool is_query = h < num_heads;
     const bool is_key = !is_query && h < num_heads + num_kv;
     if (!is_query && slot < 0) {
@@ -177,45 +181,62 @@ __global__ void __launch_bounds__(kPrologueWarps* kWarp) paged_attention_prologu
   }
 }
 
-// Adds the splits of every (token, head) in their order; applies the sink and V's scale.
+constexpr int kCombineThreads = 128;
+
+// Adds the splits of a (token, head) in their order; applies the sink and V's scale. A block a row; its first warp turns
+// the splits' maxima and sums into shares.
 template <class T>
-__global__ void paged_attention_combine_kernel(AttentionParams p) {
+__global__ void __launch_bounds__(kCombineThreads) paged_attention_combine_kernel(AttentionParams p) {
+  begin_kernel();
+  __shared__ float shares[kMaxSplits];
   const paged::Problem& c = p.call;
   const int64_t row = blockIdx.x;  // token * num_heads + head
   const int64_t num_rows = c.num_tokens * c.num_heads;
   const int64_t token = row / c.num_heads;
   const int64_t head = row % c.num_heads;
-  float largest = paged::kEmpty;
-  for (int split = 0; split < p.num_splits; ++split) {
-    largest = fmaxf(largest, p.partial[split * num_rows + row].x);
+  if (threadIdx.x < kWarp) {
+    const int lane = threadIdx.x;
+    float2 parts[kMaxSplits / kWarp];
+    float largest = paged::kEmpty;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+      const int split = i * kWarp + lane;
+      parts[i] = split < p.num_splits ? p.partial[split * num_rows + row] : make_float2(paged::kEmpty, 0.0f);
+      largest = fmaxf(largest, parts[i].x);
+    }
+    largest = warp_max(largest);
+    const bool is_empty = largest <= paged::kEmpty;
+    float sink = 0.0f;
+    if (c.sink.data != nullptr && !is_empty) {
+      const float logit = read_value<T>(c.sink, 0, head);
+      largest = fmaxf(largest, logit);
+      sink = expf(logit - largest);
+    }
+    float weights[kMaxSplits / kWarp];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+      weights[i] = parts[i].x <= paged::kEmpty ? 0.0f : expf(parts[i].x - largest);
+      sum += weights[i] * parts[i].y;
+    }
+    sum = warp_sum(sum) + sink;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+      shares[i * kWarp + lane] = is_empty ? 0.0f : weights[i] / sum;
+    }
   }
-  const bool is_empty = largest <= paged::kEmpty;
-  float sink = 0.0f;
-  if (c.sink.data != nullptr && !is_empty) {
-    const float logit = read_value<T>(c.sink, 0, head);
-    const float with_sink = fmaxf(largest, logit);
-    sink = expf(logit - with_sink);
-    largest = with_sink;
-  }
-  float sum = sink;
-  for (int split = 0; split < p.num_splits; ++split) {
-    const float2 part = p.partial[split * num_rows + row];
-    sum += part.x <= paged::kEmpty ? 0.0f : part.y * expf(part.x - largest);
-  }
+  __syncthreads();
   T* out = reinterpret_cast<T*>(c.output + token * c.output_stride) + head * c.v_head_dim;
-  for (int i = threadIdx.x; i < c.v_head_dim; i += blockDim.x) {
+  for (int i = threadIdx.x; i < c.v_head_dim; i += kCombineThreads) {
     float value = 0.0f;
-    if (!is_empty) {
-      for (int split = 0; split < p.num_splits; ++split) {
-        const float2 part = p.partial[split * num_rows + row];
-        if (part.x > paged::kEmpty) {
-          value += p.partial_out[(split * num_rows + row) * p.padded_dim + i] * expf(part.x - largest);
-        }
-      }
-      value /= sum;
-      if (p.v_scale != nullptr) {
-        value *= p.v_scale[p.v_scale_is_one ? 0 : head / c.group * c.head_dim + i];
-      }
+#pragma unroll 8
+    for (int split = 0; split < p.num_splits; ++split) {
+      const float share = shares[split];  // an empty split's numbers are whatever was there
+      const float part = share == 0.0f ? 0.0f : p.partial_out[(split * num_rows + row) * p.padded_dim + i];
+      value += share * part;
+    }
+    if (p.v_scale != nullptr) {
+      value *= p.v_scale[p.v_scale_is_one ? 0 : head / c.group * c.head_dim + i];
     }
     out[i] = from_float<T>(value);
   }
@@ -226,14 +247,14 @@ int padded_dim(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 
 constexpr int64_t kSplitBlocks = 2 * 132;  // what splits are to fill: two blocks an SM of an H200
 constexpr int64_t kUnitRows = 64;
 
-// As many splits as fill the device, each of at least four tiles of keys. From shapes alone.
+// As many splits as fill the device, each of at least one tile of keys. From shapes alone.
 int num_splits(const paged::Problem& c) {
   const int64_t rows = c.num_tokens * c.group;
   const int64_t units =
       std::max<int64_t>(1, std::max(ceil_div(rows, kUnitRows), std::min(c.num_tokens, c.num_seqs))) * c.num_kv_heads;
   const int64_t longest = c.window > 0 ? std::min(c.window + c.num_tokens, c.num_columns * c.page_size)
                                        : c.num_columns * c.page_size;
-  const int64_t most = std::max<int64_t>(1, longest / (4 * kKeyTile));
+  const int64_t most = std::max<int64_t>(1, longest / kKeyTile);
   return static_cast<int>(std::clamp<int64_t>(kSplitBlocks / units, 1, std::min<int64_t>(most, kMaxSplits)));
 }
 
@@ -308,7 +329,11 @@ void paged_attention(const paged::Problem& problem, const OpContext& context) {
                        problem.v_cache.store != Store::kBF16;
   visit_float(problem.type, [&](auto type) {
     using T = decltype(type);
-    const dim3 grid(static_cast<unsigned>(problem.num_tokens));
+    // Few tokens: a block for every four heads; many: a block loops over them.
+    constexpr int64_t kManyTokens = 256;
+    const int64_t num_heads = problem.num_heads + 2 * problem.num_kv_heads;
+    const dim3 grid(static_cast<unsigned>(problem.num_tokens),
+                    problem.num_tokens < kManyTokens ? blocks_for(num_heads, kPrologueWarps) : 1);
     const dim3 block(kPrologueWarps * kWarp);
     if (is_half) {
       launch(paged_attention_prologue_kernel<T, __half>, grid, block, 0, context.stream, p);
@@ -318,7 +343,7 @@ void paged_attention(const paged::Problem& problem, const OpContext& context) {
       attend<__nv_bfloat16>(p, context.stream);
     }
     launch(paged_attention_combine_kernel<T>, dim3(static_cast<unsigned>(problem.num_tokens * problem.num_heads)),
-           dim3(static_cast<unsigned>(std::min(p.padded_dim, 128))), 0, context.stream, p);
+           dim3(kCombineThreads), 0, context.stream, p);
   });
 }
 

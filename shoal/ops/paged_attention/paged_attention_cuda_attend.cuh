@@ -20,6 +20,7 @@ template <class E, int kDim>
 struct AttendShared {
   alignas(128) E key[2][kKeyTile * kDim];
   alignas(128) E value[2][kKeyTile * kDim];
+  int slot[2][kKeyTile];          // of the tile to be fetched next and the one after; -1: none
   uint8_t admitted[2][kKeyTile];  // page mapped and inside the range
 };
 
@@ -124,6 +125,7 @@ __device__ inline bool find_unit(const AttentionParams& p, AttendUnit& unit) {
 
 template <class E, int kDim, bool kNarrow>
 __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_kernel(AttentionParams p) {
+  begin_kernel();
   constexpr int kRows = kNarrow ? 16 : 64;
   constexpr int kKeys = kNarrow ? kKeyTile / kAttendWarps : kKeyTile;  // of a warp
   constexpr int kDimSteps = kDim / 16;
@@ -165,46 +167,63 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
     }
   }
 
-  // Thread t brings half of key t / 2's channels.
-  const int own_key = threadIdx.x / 2;
+  // Neighbours bring neighbouring parts of a head, so that a warp's copies are whole lines. Slots of the tile after next
+  // are found by the first 64 threads, their pages one tile earlier still, so that nothing waits for the table.
+  constexpr int kPieces = kDim / 8;  // of a head
+  constexpr int kKeysAtOnce = kAttendWarps * kWarp / kPieces;
   const int head_dim = static_cast<int>(c.head_dim);
   const int v_head_dim = static_cast<int>(c.v_head_dim);
-  const auto fetch_side = [&](E* to, const paged::CacheSide& side, int width, int64_t slot) {
-    const std::byte* head = side.data + slot * side.token_bytes + kv_head * side.head_bytes;
+  const int piece = threadIdx.x % kPieces;
+  const auto fetch_side = [&](E* to, const paged::CacheSide& side, int width, const int* slots) {
+    const std::byte* heads = side.data + kv_head * side.head_bytes;
+    const bool is_own = is_own_type<E>(side.store);
 #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i) {
-      const int piece = (threadIdx.x % 2) * (kDim / 16) + i;
-      E* at = to + piece_offset<kDim>(own_key, piece);
+    for (int i = 0; i < kKeyTile / kKeysAtOnce; ++i) {
+      const int key = threadIdx.x / kPieces + i * kKeysAtOnce;
+      const int64_t slot = slots[key];
+      E* at = to + piece_offset<kDim>(key, piece);
       const bool valid = slot >= 0 && 8 * piece < width;
-      if (is_own_type<E>(side.store)) {
+      const std::byte* head = heads + slot * side.token_bytes;
+      if (is_own) {
         copy_async(shared_address(at), valid ? head + 16 * piece : side.data, valid);
       } else {
         *reinterpret_cast<uint4*>(at) = valid ? read_piece<E>(side.store, head, piece) : make_uint4(0, 0, 0, 0);
       }
     }
   };
-  const auto page_at = [&](int key_begin) {  // of this thread's key; -1: none
+  const int own_key = threadIdx.x;  // of the first 64 threads
+  const auto page_at = [&](int key_begin) {  // -1: none
     const int key = key_begin + own_key;
-    return key >= unit.first_key && key < unit.key_end ? index_at(c.table, unit.seq_idx, key >> p.page_bits) : -1;
+    return own_key < kKeyTile && key >= unit.first_key && key < unit.key_end
+               ? index_at(c.table, unit.seq_idx, key >> p.page_bits)
+               : -1;
   };
-  int next_page = page_at(unit.key_begin);  // read a tile ahead, so that nothing waits for the table
-  bool is_admitted[2] = {false, false};     // this thread's key, by stage
+  const auto find_slots = [&](int key_begin, int page, int stage) {
+    if (own_key < kKeyTile) {
+      shared.slot[stage][own_key] =
+          page >= 0 && page < c.num_pages
+              ? page * static_cast<int>(c.page_size) + ((key_begin + own_key) & ((1 << p.page_bits) - 1))
+              : -1;
+    }
+  };
+  bool is_admitted_0 = true;  // this thread's key, by stage
+  bool is_admitted_1 = true;
   const auto fetch = [&](int key_begin, int stage) {
     if (key_begin < unit.key_end) {
-      const int page = next_page;
-      next_page = page_at(key_begin + kKeyTile);
-      const int64_t slot = page >= 0 && page < c.num_pages
-                               ? page * c.page_size + ((key_begin + own_key) & ((1 << p.page_bits) - 1))
-                               : -1;
-      is_admitted[stage] = slot >= 0;
-      if (threadIdx.x % 2 == 0) {
-        shared.admitted[stage][own_key] = slot >= 0;
+      if (own_key < kKeyTile) {
+        const bool has_slot = shared.slot[stage][own_key] >= 0;
+        (stage == 0 ? is_admitted_0 : is_admitted_1) = has_slot;
+        shared.admitted[stage][own_key] = has_slot;
       }
-      fetch_side(shared.key[stage], c.k_cache, head_dim, slot);
-      fetch_side(shared.value[stage], c.v_cache, v_head_dim, slot);
+      fetch_side(shared.key[stage], c.k_cache, head_dim, shared.slot[stage]);
+      fetch_side(shared.value[stage], c.v_cache, v_head_dim, shared.slot[stage]);
     }
     copy_commit();
   };
+  find_slots(unit.key_begin, page_at(unit.key_begin), 0);
+  find_slots(unit.key_begin + kKeyTile, page_at(unit.key_begin + kKeyTile), 1);
+  int next_page = page_at(unit.key_begin + 2 * kKeyTile);
+  __syncthreads();
   // Positions that every row of the unit admits, if their pages are mapped.
   const int first_pos = unit.seq.past + unit.row_begin / group;
   const int last_pos = unit.seq.past + (unit.row_begin + unit.num_rows - 1) / group;
@@ -217,10 +236,13 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
   float sum[2] = {0.0f, 0.0f};
   int stage = 0;
   fetch(unit.key_begin, 0);
+  __syncthreads();  // its slots are read: the loop may write the next ones
   for (int key_begin = unit.key_begin; key_begin < unit.key_end; key_begin += kKeyTile, stage ^= 1) {
     fetch(key_begin + kKeyTile, stage ^ 1);
+    find_slots(key_begin + 2 * kKeyTile, next_page, stage);
+    next_page = page_at(key_begin + 3 * kKeyTile);
     copy_wait<1>();
-    const bool is_plain = __syncthreads_and(stage == 0 ? is_admitted[0] : is_admitted[1]) != 0 &&
+    const bool is_plain = __syncthreads_and(stage == 0 ? is_admitted_0 : is_admitted_1) != 0 &&
                           key_begin >= all_begin && key_begin + kKeyTile <= min(all_end, unit.key_end) &&
                           c.softcap == 0.0f;
     const int warp_key = kNarrow ? kKeys * warp : 0;

@@ -13,6 +13,7 @@ constexpr int kMaxExperts = 1024;
 __global__ void __launch_bounds__(kThreads) gather_rows_kernel(float* out, int64_t out_stride, const float* x,
                                                                int64_t x_stride, const int32_t* rows, int64_t num_tokens,
                                                                int width) {
+  begin_kernel();
   const int64_t i = blockIdx.x;
   const int32_t row = rows[i];
   const bool is_known = row >= 0 && row < num_tokens;
@@ -28,6 +29,7 @@ __global__ void __launch_bounds__(kMaxExperts) sort_few_rows_kernel(int32_t* row
                                                                     int4* tiles, int num_tiles, int num_experts,
                                                                     int tile_rows, const int32_t* experts, int count,
                                                                     int top_k) {
+  begin_kernel();
   __shared__ int32_t ids[kFewRows];
   __shared__ int2 warp_totals[kWarp];
   const int e = threadIdx.x;
@@ -90,6 +92,7 @@ __global__ void __launch_bounds__(kMaxExperts) sort_few_rows_kernel(int32_t* row
 
 // A warp an expert counts its pairs.
 __global__ void count_rows_kernel(int32_t* counts, const int32_t* experts, int count) {
+  begin_kernel();
   const int expert = blockIdx.x;
   const int lane = threadIdx.x;
   int sum = 0;
@@ -108,6 +111,7 @@ __global__ void count_rows_kernel(int32_t* counts, const int32_t* experts, int c
 // One block: counts become begins, and the tiles are laid out expert after expert.
 __global__ void __launch_bounds__(kMaxExperts) lay_out_kernel(int32_t* row_begin, int4* tiles, int num_tiles,
                                                               int num_experts, int tile_rows) {
+  begin_kernel();
   __shared__ int rows[kMaxExperts];
   __shared__ int needed[kMaxExperts];
   const int e = threadIdx.x;
@@ -146,6 +150,7 @@ __global__ void __launch_bounds__(kMaxExperts) lay_out_kernel(int32_t* row_begin
 // A warp an expert gives its pairs their places, in order.
 __global__ void place_rows_kernel(int32_t* row_of, int32_t* source, const int32_t* row_begin, const int32_t* experts,
                                   int count, int top_k) {
+  begin_kernel();
   const int expert = blockIdx.x;
   const int lane = threadIdx.x;
   int place = row_begin[expert];
@@ -166,6 +171,7 @@ __global__ void place_rows_kernel(int32_t* row_of, int32_t* source, const int32_
 __global__ void __launch_bounds__(kThreads) combine_rows_kernel(float* out, int64_t out_stride, const float* rows,
                                                                 int64_t rows_stride, const int32_t* row_of,
                                                                 const float* weights, int top_k, int width) {
+  begin_kernel();
   const int64_t token = blockIdx.y;
   const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (i >= width) {
@@ -180,6 +186,7 @@ __global__ void __launch_bounds__(kThreads) combine_rows_kernel(float* out, int6
 
 __global__ void __launch_bounds__(kThreads) add_gated_rows_kernel(float* out, int64_t out_stride, const float* rows,
                                                                   int64_t rows_stride, const float* gates, int width) {
+  begin_kernel();
   const int64_t token = blockIdx.y;
   const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (i < width) {
