@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import byte_level_metadata
-from shoal.llm import _finish_all, _Run
+from shoal.llm import Run, _finish_all
 
 from shoal import LLM, InvalidArgument, SamplingParams, ShoalError, Tokenizer, Unsupported
 
@@ -52,7 +52,7 @@ class ScriptedEngine:
 
 def run_script(ids: list[int], params: SamplingParams, step: int = 1, end: str = "length", tokenizer: object = TINY):
     engine = ScriptedEngine(ids, step, end)
-    run = _Run(engine, tokenizer, [1], params, 100, 0, 0)
+    run = Run(engine, tokenizer, [1], params, 100, 0, 0)
     chunks = []
     while not run.finished:
         chunk = run.step(0)
@@ -106,7 +106,7 @@ def test_without_tokenizer() -> None:
 
 def test_interrupt_cancels() -> None:
     engine = ScriptedEngine([1, 2, 3])
-    runs = [_Run(engine, TINY, [1], SamplingParams(), 9, 0, i) for i in range(3)]
+    runs = [Run(engine, TINY, [1], SamplingParams(), 9, 0, i) for i in range(3)]
     runs[1].step = lambda timeout: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         _finish_all(runs)

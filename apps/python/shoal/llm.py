@@ -231,10 +231,10 @@ class LLM:
         chosen = [params] * len(each) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(chosen) != len(each):
             raise InvalidArgument(f"{len(chosen)} params for {len(each)} prompts")
-        runs: list[_Run] = []
+        runs: list[Run] = []
         try:
             for prompt, one in zip(each, chosen, strict=True):
-                runs += self._start(self._ids(prompt), SamplingParams() if one is None else one)
+                runs += self.start(self._ids(prompt), SamplingParams() if one is None else one)
             _finish_all(runs)
         finally:
             for run in runs:
@@ -264,6 +264,42 @@ class LLM:
         ids = self.tokenizer.encode_chat(messages, **template_options)
         return self._stream(ids, SamplingParams() if params is None else params)
 
+    def start(self, ids: list[int], params: SamplingParams, salt: int = 0) -> list[Run]:
+        """The n requests to one prompt, running already: what `generate`, `stream` and the server are made of. Each is
+        to be stepped until the engine has released it. `salt`: prompts find cached prefixes only of their own salt."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidArgument(f"params is {type(params).__name__}, expected SamplingParams")
+        params.check()
+        room = self.max_context - len(ids)
+        if room < 1:
+            raise InvalidArgument(
+                f"the prompt has {len(ids)} tokens, "
+                f"which leaves no room for an answer in a context of {self.max_context}",
+                "context_length_exceeded",
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = random.getrandbits(64) if params.seed is None else params.seed % (1 << 64)
+        seeds = [(seed + i * _SEED_STEP) % (1 << 64) for i in range(params.n)]
+        runs: list[Run] = []
+        try:
+            for i, own in enumerate(seeds):
+                runs.append(Run(self._engine, self._tokenizer, ids, params, max_tokens, own, i, salt))
+        except BaseException:
+            for run in runs:
+                run.cancel()
+            raise
+        return runs
+
+    def is_alive(self) -> bool:
+        """Whether the engine still takes requests: its loop ends for good when an invariant breaks."""
+        try:
+            request = self._engine.submit([0], _core.SamplingOptions(), max_tokens=0)
+            while request is not None and self._engine.wait(request, _TICK_MS).finish_reason is None:
+                self._engine.cancel(request)
+        except ShoalError:
+            return False
+        return True
+
     def logits(self, prompts: Sequence[Sequence[int]]) -> list[numpy.ndarray]:
         """Logits after each token, float32 [num_tokens, vocab_size], for each list of ids."""
         if not isinstance(prompts, Iterable) or isinstance(prompts, str) or _is_one_list(prompts):
@@ -280,27 +316,10 @@ class LLM:
             return ids
         return _checked_ids(prompt)
 
-    def _start(self, ids: list[int], params: SamplingParams) -> list[_Run]:
-        if not isinstance(params, SamplingParams):
-            raise InvalidArgument(f"params is {type(params).__name__}, expected SamplingParams")
-        params.check()
-        room = self.max_context - len(ids)
-        if room < 1:
-            raise InvalidArgument(
-                f"the prompt has {len(ids)} tokens, "
-                f"which leaves no room for an answer in a context of {self.max_context}"
-            )
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = random.getrandbits(64) if params.seed is None else params.seed % (1 << 64)
-        return [
-            _Run(self._engine, self._tokenizer, ids, params, max_tokens, (seed + i * _SEED_STEP) % (1 << 64), i)
-            for i in range(params.n)
-        ]
-
     def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Chunk]:
         if getattr(params, "n", 1) != 1:
             raise InvalidArgument(f"n is {params.n}, a stream has 1 answer")
-        (run,) = self._start(ids, params)
+        (run,) = self.start(ids, params)
         return _Stream(run)
 
 
@@ -334,8 +353,8 @@ def _checked_ids(prompt: Sequence[int]) -> list[int]:
     return [int(i) for i in prompt]
 
 
-class _Run:
-    """One request: what came of it, as text."""
+class Run:
+    """One request: what came of it, as text. Made by `LLM.start`."""
 
     def __init__(
         self,
@@ -346,6 +365,7 @@ class _Run:
         max_tokens: int,
         seed: int,
         index: int,
+        salt: int = 0,
     ) -> None:
         if tokenizer is None and params.stops():
             raise Unsupported("the model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
@@ -359,6 +379,8 @@ class _Run:
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self._reason: str | None = None
+        self._released = False  # the engine has forgotten the request
+        self._cancelling = False
         self._cached = 0
         self._prompt_done = 0
         self._first = self._last = 0.0
@@ -373,23 +395,32 @@ class _Run:
             _options(params, seed),
             max_tokens=max_tokens,
             stop_ids=sorted(i for i in stop_ids if i < vocab_size),
+            salt=salt,
         )
         if self._id is None:
             raise InvalidArgument(
-                f"the prompt of {len(ids)} tokens and {max_tokens} more do not fit the memory of the KV cache"
+                f"the prompt of {len(ids)} tokens and {max_tokens} more do not fit the memory of the KV cache",
+                "context_length_exceeded",
             )
 
     @property
     def finished(self) -> bool:
         return self._reason is not None
 
+    @property
+    def released(self) -> bool:
+        """Whether the engine has let go of the request too, which takes it a step after a stop string."""
+        return self._released
+
     def step(self, timeout_ms: int) -> Chunk | None:
         """Waits for news. None: there is none."""
         update = self._engine.wait(self._id, timeout_ms)
         now = time.perf_counter()
         reason = update.finish_reason
-        if reason is not None:
-            self._reason = reason  # the engine has forgotten the request
+        self._released = reason is not None
+        if self.finished:
+            return None  # what comes after a stop string never was
+        self._reason = reason
         if reason in ("error", "non_finite"):
             raise ShoalError(update.error or "the engine failed", reason)
         moved = update.num_prompt_done != self._prompt_done
@@ -398,8 +429,7 @@ class _Run:
         ids, texts, logprobs = self._take(update.tokens, now)
         text = "".join(texts)
         if self._stops.stopped and self._reason is None:
-            self._engine.cancel(self._id)
-            self._drain()
+            self.stop()
         if self._stops.stopped:
             self._reason = "stop"
         elif self._reason is not None:
@@ -437,20 +467,22 @@ class _Run:
                 self._logprobs += logprobs
         return ids, texts, logprobs
 
-    def _drain(self) -> None:
-        """Waits until the engine has let go of a cancelled request, so that it forgets it."""
-        deadline = time.monotonic() + 60.0
-        while time.monotonic() < deadline and self._engine.wait(self._id, _TICK_MS).finish_reason is None:
-            pass
+    def stop(self) -> None:
+        """Asks the engine to end the request within a step, from any thread; `step` brings the end."""
+        if not self._cancelling:
+            self._cancelling = True
+            self._engine.cancel(self._id)
 
     def cancel(self) -> None:
-        if self._reason is None:
-            self._reason = "cancelled"
-            try:
-                self._engine.cancel(self._id)
-                self._drain()
-            except InvalidArgument:
-                pass  # the engine was closed
+        """Ends the request, if it has not ended, and waits until the engine has let go of it."""
+        self._reason = self._reason or "cancelled"
+        deadline = time.monotonic() + 60.0
+        try:
+            while not self._released and time.monotonic() < deadline:
+                self.stop()
+                self._released = self._engine.wait(self._id, _TICK_MS).finish_reason is not None
+        except InvalidArgument:
+            self._released = True  # the engine was closed
 
     def completion(self) -> Completion:
         return Completion(
@@ -469,13 +501,15 @@ class _Run:
 class _Stream(Iterator[Chunk]):
     """Chunks of a request that runs already. Unlike a generator, it also cancels what was never asked for a chunk."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
 
     def __next__(self) -> Chunk:
         try:
             while not self._run.finished:
                 chunk = self._run.step(_TICK_MS)
+                if self._run.finished:
+                    self.close()
                 if chunk is not None:
                     return chunk
         except BaseException:
@@ -490,7 +524,7 @@ class _Stream(Iterator[Chunk]):
         self.close()
 
 
-def _finish_all(runs: Sequence[_Run]) -> None:
+def _finish_all(runs: Sequence[Run]) -> None:
     active = list(runs)
     while active:
         # Only the first is waited for; the others are asked whether they have news, so that a stop string is seen soon.
