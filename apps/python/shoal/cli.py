@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from shoal import __version__
-from shoal.errors import InvalidArgument, OutOfMemory, ShoalError
+from shoal.errors import InvalidArgument, OutOfMemory, ShoalError, printable
+from shoal.models import NAMED_MODELS
+from shoal.server.options import ServerOptions
 from shoal.settings import default_map, option, origin_of, print_config, read_config
 
 app = typer.Typer(
@@ -40,6 +43,8 @@ BatchTokens = Annotated[
 PageSize = Annotated[int, option("--page-size", help="tokens of a KV page", min=1, rich_help_panel="Engine")]
 Json = Annotated[bool, option("--json", help="JSON on stdout")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show each option's value and where it came from.")]
+
+_SERVER = ServerOptions("")  # for its defaults
 
 
 def engine_options(
@@ -129,6 +134,115 @@ def run_command(
     params.check()
     engine = engine_options(device, kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
     return run(model, RunOptions(prompt, file, system, raw, json, quiet, params), engine)
+
+
+@app.command("serve")
+def serve_command(
+    context: typer.Context,
+    model: Model = "smollm2",
+    host: Annotated[str, option("--host", help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, option("--port", help="0: any that is free", min=0, max=65535)] = 8000,
+    api_key: Annotated[list[str] | None, option("--api-key", help="key of a client; may be repeated")] = None,
+    api_key_file: Annotated[str | None, option("--api-key-file", help="a file with keys, one a line")] = None,
+    allow_no_key: Annotated[bool, option("--allow-no-key", help="listen beyond this machine without a key")] = False,
+    served_model_name: Annotated[
+        str | None, option("--served-model-name", help="what clients call the model; not set: the name of its file")
+    ] = None,
+    access_log: Annotated[
+        bool, option("--access-log/--no-access-log", help="a JSON line on stderr for each request")
+    ] = True,
+    tool_parser: Annotated[str, option("--tool-parser", help="auto, hermes, llama_json or none")] = "auto",
+    reasoning: Annotated[str, option("--reasoning", help="split out <think>…</think>: auto, think or none")] = "auto",
+    drain_timeout: Annotated[
+        float, option("--drain-timeout", help="seconds for running answers after SIGTERM", min=0)
+    ] = _SERVER.drain_timeout,
+    max_body: Annotated[
+        int, option("--max-body", help="bytes of a request", min=1, rich_help_panel="Limits")
+    ] = _SERVER.max_body,
+    max_header: Annotated[
+        int, option("--max-header", help="bytes of its head", min=1024, rich_help_panel="Limits")
+    ] = _SERVER.max_header,
+    max_connections: Annotated[
+        int, option("--max-connections", help="open at once", min=1, rich_help_panel="Limits")
+    ] = _SERVER.max_connections,
+    max_messages: Annotated[
+        int, option("--max-messages", help="of a conversation", min=1, rich_help_panel="Limits")
+    ] = _SERVER.max_messages,
+    max_tools: Annotated[
+        int, option("--max-tools", help="of a request", min=0, rich_help_panel="Limits")
+    ] = _SERVER.max_tools,
+    max_stops: Annotated[
+        int, option("--max-stops", help="stop strings of a request", min=0, rich_help_panel="Limits")
+    ] = _SERVER.max_stops,
+    max_n: Annotated[
+        int, option("--max-n", help="answers to a prompt", min=1, max=1024, rich_help_panel="Limits")
+    ] = _SERVER.max_n,
+    max_json_depth: Annotated[
+        int, option("--max-json-depth", help="levels of nesting", min=8, max=200, rich_help_panel="Limits")
+    ] = _SERVER.max_json_depth,
+    max_queue: Annotated[
+        int, option("--max-queue", help="requests that wait; more: 429", min=1, rich_help_panel="Limits")
+    ] = _SERVER.max_queue,
+    max_queue_age: Annotated[
+        float, option("--max-queue-age", help="seconds that one waits; longer: 503", min=0, rich_help_panel="Limits")
+    ] = _SERVER.max_queue_age,
+    receive_timeout: Annotated[
+        float, option("--receive-timeout", help="seconds for a request to arrive", min=0.1, rich_help_panel="Limits")
+    ] = _SERVER.receive_timeout,
+    stall_timeout: Annotated[
+        float, option("--stall-timeout", help="seconds without reading", min=0.1, rich_help_panel="Limits")
+    ] = _SERVER.stall_timeout,
+    keep_alive: Annotated[
+        float, option("--keep-alive", help="seconds between signs of life in a stream", min=0.1)
+    ] = _SERVER.keep_alive,
+    ready_window: Annotated[
+        float, option("--ready-window", help="seconds for which a token shows that the engine works", min=0.1)
+    ] = _SERVER.ready_window,
+    max_seqs: Annotated[int, option("--max-seqs", help="sequences in one step", min=1, rich_help_panel="Engine")] = 64,
+    device: Device = "auto",
+    kv_dtype: KvDtype = "auto",
+    ctx: Context = 0,
+    threads: Threads = 0,
+    exact: Exact = False,
+    max_batch_tokens: BatchTokens = 2048,
+    page_size: PageSize = 32,
+    print_config_: PrintConfig = False,
+) -> int:
+    """Serve the OpenAI API."""
+    if print_config_:
+        print_config(context)
+    for name, value, known in (
+        ("--tool-parser", tool_parser, ("auto", "hermes", "llama_json", "none")),
+        ("--reasoning", reasoning, ("auto", "think", "none")),
+    ):
+        if value not in known:
+            raise InvalidArgument(f"{name} is {printable(value)}, expected {', '.join(known)}")
+    from shoal.command_serve import read_keys, serve
+
+    options = ServerOptions(
+        name=served_model_name or (model if model in NAMED_MODELS else Path(model).stem),
+        keys=read_keys(api_key or (), api_key_file),
+        access_log=access_log,
+        reasoning=reasoning,
+        tool_parser=tool_parser,
+        max_body=max_body,
+        max_header=max_header,
+        max_connections=max_connections,
+        max_messages=max_messages,
+        max_tools=max_tools,
+        max_stops=max_stops,
+        max_n=max_n,
+        max_json_depth=max_json_depth,
+        max_queue=max_queue,
+        max_queue_age=max_queue_age,
+        receive_timeout=receive_timeout,
+        stall_timeout=stall_timeout,
+        keep_alive=keep_alive,
+        ready_window=ready_window,
+        drain_timeout=drain_timeout,
+    )
+    engine = engine_options(device, kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
+    return serve(model, host, port, allow_no_key, options, engine | {"max_seqs": max_seqs})
 
 
 @app.command("bench")

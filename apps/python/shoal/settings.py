@@ -92,6 +92,7 @@ def _parameters(command: Any) -> dict[str, str]:
     return out
 
 
+_SECRET = frozenset(["api-key"])  # options whose values are not shown
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file", "DEFAULT": "default"}
 
 
@@ -106,6 +107,8 @@ def print_config(context: typer.Context) -> None:
         long = [n for n in parameter.opts if n.startswith("--")]
         name = long[0].removeprefix("--") if long else parameter.name
         value = context.params[parameter.name]
+        if name in _SECRET and value:
+            value = "(kept secret)"
         where = _SOURCES.get(getattr(source, "name", ""), "default")
         if where == "variable":
             where = f"variable {parameter.envvar}"

@@ -1,0 +1,42 @@
+"""The application: FastAPI with its errors in OpenAI's form, behind the gate."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from shoal import __version__
+from shoal.errors import ShoalError
+from shoal.server import errors, routes_openai, routes_operation, routes_tokens
+from shoal.server.gate import Gate
+from shoal.server.generation import Service
+
+_STATUSES = {
+    400: "refused; the parameter is named",
+    401: "no valid key",
+    404: "no such model or route",
+    408: "the request did not come in time",
+    413: "the body is too long",
+    415: "the body is not application/json",
+    429: "too many requests wait",
+    500: "the engine or the server failed",
+    503: "shutting down, or waited too long",
+}
+
+
+def make_app(service: Service) -> ASGIApp:
+    app = FastAPI(
+        title="shoal",
+        version=__version__,
+        docs_url=None,  # its page would fetch scripts from elsewhere; the document itself is at /openapi.json
+        redoc_url=None,
+        responses={status: {"description": text, "model": errors.ErrorBody} for status, text in _STATUSES.items()},
+    )
+    app.state.service = service
+    for module in (routes_openai, routes_tokens, routes_operation):
+        app.include_router(module.router)
+    for kind in (HTTPException, RequestValidationError, ShoalError):
+        app.add_exception_handler(kind, errors.handle)
+    return Gate(app, service)

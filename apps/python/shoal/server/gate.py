@@ -1,0 +1,184 @@
+"""What every request passes before its route: who asks, how much comes in, and what is written about it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.server.errors import ApiError, busy, from_exception, response
+from shoal.server.events import ClientLeft
+
+if TYPE_CHECKING:
+    from shoal.server.generation import Generation, Service
+
+OPEN_ROUTES = frozenset(["/", "/health"])  # without a key: the page is a file, and says nothing of the model
+_SKIP_FACTOR, _SKIP_SECONDS = 4, 5.0  # what is read of a body that is too long, so that its sender reads the answer
+
+
+@dataclass
+class Visit:
+    """One request, for its route and for the log."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    key: str | None = None
+    status: int = 0
+    error: str | None = None
+    generation: Generation | None = None
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in service.options.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit()
+        scope["shoal"] = visit
+        started = time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", visit.id.encode())]
+                if visit.status in (408, 413) or self._service.draining:
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        try:
+            self._admit(scope, visit)
+            await self._app(scope, await self._with_body(scope, receive), watched)
+        except ClientLeft:
+            visit.error = visit.error or "client left"
+        except Exception as error:
+            failure = from_exception(error)
+            visit.error = failure.code or type(error).__name__
+            if failure.status_code == 500 and not isinstance(error, ApiError):
+                _say_where(error)
+            if visit.status == 0:
+                await response(failure)(scope, receive, watched)
+        finally:
+            self._record(scope, visit, time.perf_counter() - started)
+
+    # Who
+
+    def _admit(self, scope: Scope, visit: Visit) -> None:
+        if self._digests and scope["path"] not in OPEN_ROUTES:
+            visit.key = self._key(scope["headers"])
+        if self._service.draining and scope["method"] == "POST":
+            raise busy(503, "the server is shutting down", "draining")
+
+    def _key(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        given = b""
+        for name, value in headers:
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                given = value[7:].strip()
+            elif name == b"x-api-key":
+                given = value.strip()
+        digest = hashlib.sha256(given).digest()
+        # All keys are compared, in constant time, so that the time tells nothing of them.
+        if not any([hmac.compare_digest(digest, known) for known in self._digests]):
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, None, "invalid_api_key", {"www-authenticate": "Bearer"})
+        return given.decode("utf-8", "replace")
+
+    # How much
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        """The body is read here, whole and bounded, and given out again."""
+        headers = dict(scope["headers"])
+        body = await self._read(headers, receive)
+        if body:
+            kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+            # Other types a browser sends to any address without asking first.
+            if kind != b"application/json":
+                raise ApiError(415, "the content-type must be application/json", None, "unsupported_media_type")
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def replay() -> Message:
+            return next(messages, None) or await receive()
+
+        return replay
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        options = self._service.options
+        declared = headers.get(b"content-length", b"0")
+        too_long = int(declared) > options.max_body if declared.isdigit() else False
+        if too_long and headers.get(b"expect"):
+            raise self._too_long()
+        parts: list[bytes] = []
+        size = 0
+        until = time.monotonic() + (_SKIP_SECONDS if too_long else options.receive_timeout)
+        more = True
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), max(until - time.monotonic(), 0))
+            except asyncio.TimeoutError:
+                if too_long:
+                    break
+                message = f"the body did not come within {options.receive_timeout:g} s"
+                raise ApiError(408, message, None, "request_timeout") from None
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            size += len(part)
+            if size > options.max_body and not too_long:
+                too_long = True
+                parts.clear()
+                until = min(until, time.monotonic() + _SKIP_SECONDS)
+            if not too_long:
+                parts.append(part)
+            elif size > _SKIP_FACTOR * options.max_body:
+                break
+        if too_long:
+            raise self._too_long()
+        return b"".join(parts)
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body exceeds {self._service.options.max_body} bytes", None, "body_too_large")
+
+    # What is written: never a word of a prompt or an answer
+
+    def _record(self, scope: Scope, visit: Visit, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._service.metrics.responded(route, visit.status)
+        if not self._service.options.access_log:
+            return
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "id": visit.id,
+            "client": (scope.get("client") or ("unix",))[0],
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": visit.status,
+            "seconds": round(seconds, 4),
+        }
+        if visit.error is not None:
+            line["error"] = visit.error
+        if visit.generation is not None:
+            usage = visit.generation.usage()
+            line["prompt_tokens"] = usage["prompt_tokens"]
+            line["completion_tokens"] = usage["completion_tokens"]
+            line["finish"] = sorted({c.finish_reason for c in visit.generation.completions.values()})
+        print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def _say_where(error: BaseException) -> None:
+    """Type and place of a fault of ours. Its message is left out, as it may quote a prompt."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    print(f"shoal: {type(error).__name__} in\n{frames}", file=sys.stderr, flush=True)

@@ -1,0 +1,29 @@
+"""For whoever runs the server: /health, /ready, /metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from shoal.server.routing import TheService
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(service: TheService) -> Response:
+    """Alive: 200 until the engine has stopped."""
+    status = "ok" if service.dead is None else "dead"
+    return JSONResponse({"status": status}, 200 if service.dead is None else 500)
+
+
+@router.get("/ready")
+async def ready(service: TheService) -> Response:
+    """200 if a token was generated within the last seconds, or one can be now."""
+    is_ready = await service.is_ready()
+    return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(service: TheService) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
