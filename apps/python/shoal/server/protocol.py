@@ -14,10 +14,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.server.errors import ApiError, busy, to_json
 
-_LINGER = 5.0  # seconds in which a closed connection can take what was sent to it
 
+def protocol_class(max_connections: int, receive_timeout: float, linger: float) -> type[H11Protocol]:
+    """`linger`: seconds in which the reader of a connection that we closed can take what was sent to it."""
 
-def protocol_class(max_connections: int, receive_timeout: float) -> type[H11Protocol]:
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -71,7 +71,7 @@ def protocol_class(max_connections: int, receive_timeout: float) -> type[H11Prot
             """Called every second or so: ends what goes on for too long."""
             if self.transport.is_closing():
                 self.closing_since = self.closing_since or now
-                if now - self.closing_since > _LINGER:
+                if now - self.closing_since > linger:
                     self.transport.abort()  # nobody reads what is left
             elif self.waiting_since is not None and now - self.waiting_since > receive_timeout:
                 self.refuse(ApiError(408, f"no request came within {receive_timeout:g} s", None, "request_timeout"))

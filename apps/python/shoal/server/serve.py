@@ -93,7 +93,7 @@ async def serve_async(
     service = Service(llm, options, asyncio.get_running_loop())
     config = uvicorn.Config(
         make_app(service),
-        http=protocol_class(options.max_connections, options.receive_timeout),
+        http=protocol_class(options.max_connections, options.receive_timeout, min(options.stall_timeout, 5.0)),
         ws="none",
         lifespan="off",
         log_config=None,
