@@ -183,3 +183,14 @@ def test_a_process_from_start_to_signal(smollm2_path: Path) -> None:
         process.kill()
         process.stderr.close()
         process.wait()
+
+
+def test_the_chat_page_needs_nothing_from_elsewhere() -> None:
+    with running(fake_llm(FakeEngine()), keys=("k",)) as server:
+        response = server.client.get("/")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"https?:|(?:src|href)=\"(?!data:)|@import|url\(", response.text)
+    script = response.text.split("<script>")[1].split("</script>")[0]
+    ids = set(re.findall(r'\bid="(\w+)"', response.text))
+    assert set(re.findall(r'\$\("(\w+)"\)', script)) <= ids

@@ -208,7 +208,7 @@ def serve_command(
     page_size: PageSize = 32,
     print_config_: PrintConfig = False,
 ) -> int:
-    """Serve the OpenAI API."""
+    """Serve the OpenAI API, and a chat page."""
     if print_config_:
         print_config(context)
     for name, value, known in (

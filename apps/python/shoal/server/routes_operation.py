@@ -1,13 +1,21 @@
-"""For whoever runs the server: /health, /ready, /metrics."""
+"""For whoever runs the server: /health, /ready, /metrics, and the chat page at /."""
 
 from __future__ import annotations
 
+from importlib import resources
+
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from shoal.server.routing import TheService
 
 router = APIRouter()
+
+# The page may run its own script and ask its own server, nothing else.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 @router.get("/health")
@@ -27,3 +35,9 @@ async def ready(service: TheService) -> Response:
 @router.get("/metrics")
 async def metrics(service: TheService) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    text = resources.files("shoal.server").joinpath("page.html").read_text("utf-8")
+    return HTMLResponse(text, headers={"content-security-policy": _POLICY})
