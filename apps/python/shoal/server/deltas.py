@@ -82,32 +82,34 @@ class HermesCalls:
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
         self._text = ""
-        self._called = False
+        self._after_call = False
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         self._text += text
         content, calls = "", []
         while True:
+            if self._after_call:  # line breaks between calls are no text
+                self._text = self._text.lstrip()
             before, mark, rest = self._text.partition(CALL_BEGIN)
             if not mark:
                 keep = 0 if last else _held(self._text, CALL_BEGIN)
                 cut = len(self._text) - keep
                 content += self._text[:cut]
+                self._after_call &= cut == 0
                 self._text = self._text[cut:]
                 break
             inner, end, after = rest.partition(CALL_END)
             if not end and not last:
                 content += before
+                self._after_call &= before == ""
                 self._text = mark + rest
                 break
             # A stop string or the end of the answer may stand for the closing mark.
             call = read_call(inner, self._names, ("arguments", "parameters"))
             content += before if call is not None else before + mark + inner + end
             calls += [] if call is None else [call]
+            self._after_call = call is not None
             self._text = after
-        if self._called and not content.strip():
-            content = ""  # line breaks between calls
-        self._called |= bool(calls)
         return content, calls
 
 
