@@ -66,7 +66,7 @@ def test_stop_string_across_tokens(step: int) -> None:
         list(b"say END and more"), SamplingParams(stop=[" END", "more"], logprobs=0), step
     )
     assert completion.text == "say" == "".join(c.text for c in chunks)
-    assert completion.finish_reason == "stop"
+    assert completion.finish_reason == "stop" and completion.stop == " END"
     assert completion.token_ids == list(b"say END")  # up to the token that completed it
     assert len(completion.logprobs) == 7
     assert engine.cancelled == ([] if step == 100 else [1])  # all at once: it had ended already

@@ -36,7 +36,11 @@ class StopStrings:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._longest = len(self._stops[0]) if self._stops else 0
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """What is now sure to be before any stop string."""
@@ -47,8 +51,8 @@ class StopStrings:
         self._held += text
         found = self._first_stop()
         if found is not None:
-            self.stopped = True
-            out, self._held = self._held[:found], ""
+            start, self.found = found
+            out, self._held = self._held[:start], ""
             return out
         keep = self._length_of_beginning()
         cut = len(self._held) - keep
@@ -60,13 +64,13 @@ class StopStrings:
         out, self._held = self._held, ""
         return out
 
-    def _first_stop(self) -> int | None:
-        best: tuple[int, int] | None = None  # end, start
+    def _first_stop(self) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None  # end, start, which
         for stop in self._stops:
             start = self._held.find(stop)
-            if start >= 0 and (best is None or (start + len(stop), start) < best):
-                best = (start + len(stop), start)
-        return None if best is None else best[1]
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        return None if best is None else best[1:]
 
     def _length_of_beginning(self) -> int:
         for size in range(min(self._longest - 1, len(self._held)), 0, -1):

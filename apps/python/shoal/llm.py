@@ -117,6 +117,7 @@ class Completion:
     index: int = 0  # of the n answers to one prompt
     ttft_s: float = 0.0  # from submission to the first token
     decode_s: float = 0.0  # from the first token to the last
+    stop: str | None = None  # the stop string that ended it
 
     @property
     def completion_tokens(self) -> int:
@@ -495,6 +496,7 @@ class Run:
             index=self._index,
             ttft_s=max(self._first - self._started, 0.0),
             decode_s=max(self._last - self._first, 0.0),
+            stop=self._stops.found,
         )
 
 

@@ -21,7 +21,7 @@ def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, list[i
     return data.decode("utf-8", "replace"), list(data)
 
 
-class _Answers:
+class Answers:
     """What the two routes share. `tokenizer` None: a model of ids alone."""
 
     object = ""
@@ -88,7 +88,7 @@ class _Answers:
         raise NotImplementedError
 
 
-class ChatAnswers(_Answers):
+class ChatAnswers(Answers):
     object = "chat.completion"
     prefix = "chatcmpl"
 
@@ -136,7 +136,7 @@ class ChatAnswers(_Answers):
         return {**one(entry.token_id, entry.logprob), "top_logprobs": top}
 
 
-class TextAnswers(_Answers):
+class TextAnswers(Answers):
     object = "text_completion"
     prefix = "cmpl"
 

@@ -48,6 +48,12 @@ class ApiError(HTTPException):
         kind = _TYPES.get(self.status_code, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same with what Anthropic's clients look for."""
+        error = self.body()["error"]
+        kind = "api_error" if error["type"] == "server_error" else error["type"]
+        return {"type": "error", "error": {**error, "type": kind}}
+
 
 def bad(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
     return ApiError(400, message, param, code)
@@ -114,13 +120,14 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def response(error: ApiError) -> Response:
-    return Response(to_json(error.body()), error.status_code, error.headers, media_type="application/json")
+def response(error: ApiError, scope: Mapping[str, Any]) -> Response:
+    body = error.anthropic_body() if scope["path"].startswith("/v1/messages") else error.body()
+    return Response(to_json(body), error.status_code, error.headers, media_type="application/json")
 
 
 async def handle(request: Request, error: Exception) -> Response:
     """For FastAPI's exception handlers."""
-    return response(from_exception(error))
+    return response(from_exception(error), request.scope)
 
 
 class ErrorDetail(BaseModel):

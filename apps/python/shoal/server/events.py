@@ -48,6 +48,10 @@ def event(value: Any, name: str | None = None) -> bytes:
     return head + b"data: " + to_json(value) + b"\n\n"
 
 
+def error_event(error: ApiError) -> bytes:
+    return event(error.body())
+
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -64,7 +68,7 @@ class EventStream(Response):
         keep_alive: float,
         stall_timeout: float,
         comment: Callable[[], str],
-        on_error: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+        on_error: Callable[[ApiError], bytes],
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(None, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -104,7 +108,7 @@ class EventStream(Response):
                     if failure.status_code == 500 and not isinstance(error, ApiError):
                         scope.setdefault("state", {})["failure"] = error
                     if not self._started:
-                        await response(failure)(scope, receive, send)
+                        await response(failure, scope)(scope, receive, send)
                         return
                     data = self._on_error(failure)
                     await self._send(send, data)

@@ -70,7 +70,7 @@ class Gate:
             if failure.status_code == 500 and not isinstance(error, ApiError):
                 _say_where(error)
             if visit.status == 0:
-                await response(failure)(scope, receive, watched)
+                await response(failure, scope)(scope, receive, watched)
         finally:
             self._record(scope, visit, time.perf_counter() - started)
 

@@ -8,11 +8,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shoal.server.answers import ChatAnswers, TextAnswers, _Answers
-from shoal.server.errors import ApiError, bad, to_json
-from shoal.server.events import EventStream, while_listened
+from shoal.server.answers import Answers, ChatAnswers, TextAnswers
+from shoal.server.chat import begin_chat, streamed, whole
+from shoal.server.errors import ApiError, bad
+from shoal.server.events import while_listened
 from shoal.server.generation import Generation, Service
-from shoal.server.prompts import encode_chat, splitter_for
 from shoal.server.requests import ChatRequest, CompletionRequest, Sampling
 from shoal.server.routing import JsonRoute, TheService
 
@@ -31,11 +31,9 @@ async def chat(body: ChatRequest, request: Request, service: TheService) -> Resp
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = await while_listened(request, service.in_thread(encode_chat, service.llm, body.messages, tools, variables))
-    splitters = [splitter_for(service.llm, service.options, tools, prompt) for _ in range(body.n or 1)]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling(logprobs, body.max_answer)
-    generation = service.start([prompt.ids], params, request.scope["shoal"].key, "messages")
+    generation, splitters = await begin_chat(request, service, body.messages, tools, variables, params, "messages")
     answers = ChatAnswers(service.options.name, service.llm.tokenizer, logprobs is not None, splitters)
     return await respond(request, service, generation, answers, body)
 
@@ -65,28 +63,11 @@ async def completions(body: CompletionRequest, request: Request, service: TheSer
 
 
 async def respond(
-    request: Request, service: Service, generation: Generation, answers: _Answers, body: Sampling
+    request: Request, service: Service, generation: Generation, answers: Answers, body: Sampling
 ) -> Response:
-    request.scope["shoal"].generation = generation
-    if not body.stream:
-        try:
-            value = await while_listened(request, answers.plain(generation))
-        finally:
-            generation.cancel()
-        return Response(to_json(value), media_type="application/json")
-    return EventStream(
-        answers.stream(generation, body.wants_usage),
-        keep_alive=service.options.keep_alive,
-        stall_timeout=service.options.stall_timeout,
-        comment=lambda: progress(generation),
-        on_end=generation.cancel,
-    )
-
-
-def progress(generation: Generation) -> str:
-    if generation.num_waiting:
-        return "waiting"
-    return f"prompt {generation.prompt_done}/{generation.num_prompt}"
+    if body.stream:
+        return streamed(request, service, generation, answers.stream(generation, body.wants_usage))
+    return await whole(request, generation, answers.plain(generation))
 
 
 def model_object(service: Service) -> dict[str, Any]:
