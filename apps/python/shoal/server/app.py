@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from shoal import __version__
 from shoal.errors import ShoalError
-from shoal.server import errors, routes_openai, routes_operation, routes_tokens
+from shoal.server import errors, routes_openai, routes_operation, routes_other, routes_tokens
 from shoal.server.gate import Gate
 from shoal.server.generation import Service
 
@@ -35,7 +35,7 @@ def make_app(service: Service) -> ASGIApp:
         responses={status: {"description": text, "model": errors.ErrorBody} for status, text in _STATUSES.items()},
     )
     app.state.service = service
-    for module in (routes_openai, routes_tokens, routes_operation):
+    for module in (routes_openai, routes_other, routes_tokens, routes_operation):
         app.include_router(module.router)
     for kind in (HTTPException, RequestValidationError, ShoalError):
         app.add_exception_handler(kind, errors.handle)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,12 +91,21 @@ def from_exception(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log says how", None, "internal")
 
 
+def report_fault(error: BaseException) -> None:
+    """Says on stderr where a fault of ours is. Its message is left out, as it may quote a prompt."""
+    if not isinstance(error, (HTTPException, RequestValidationError, ShoalError)):
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        print(f"shoal: {type(error).__name__} in\n{frames}", file=sys.stderr, flush=True)
+
+
 # Of pydantic's places those words that are not its own names for branches of a union.
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list|none|nullable|any)$)[A-Za-z_][\w.-]*(?<!])")
 
 
 def _from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    first = problems[0]
+    # Of a union every branch complains; the one that got furthest is the one that was meant.
+    own = [p for p in problems if p["loc"][:2] == problems[0]["loc"][:2]]
+    first = max(own, key=lambda p: len(p["loc"]))
     place = [part for part in first["loc"] if part not in ("body", "query", "path")]
     param = ""
     for part in place:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from shoal.server.errors import ApiError, from_exception, response, to_json
+from shoal.server.errors import ApiError, from_exception, report_fault, response, to_json
 
 T = TypeVar("T")
 
@@ -105,8 +105,8 @@ class EventStream(Response):
                     break
                 except Exception as error:
                     failure = from_exception(error)
-                    if failure.status_code == 500 and not isinstance(error, ApiError):
-                        scope.setdefault("state", {})["failure"] = error
+                    report_fault(error)
+                    scope["shoal"].error = failure.code
                     if not self._started:
                         await response(failure, scope)(scope, receive, send)
                         return

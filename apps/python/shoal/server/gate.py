@@ -8,7 +8,6 @@ import hmac
 import json
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.server.errors import ApiError, busy, from_exception, response
+from shoal.server.errors import ApiError, busy, from_exception, report_fault, response
 from shoal.server.events import ClientLeft
 
 if TYPE_CHECKING:
@@ -67,8 +66,7 @@ class Gate:
         except Exception as error:
             failure = from_exception(error)
             visit.error = failure.code or type(error).__name__
-            if failure.status_code == 500 and not isinstance(error, ApiError):
-                _say_where(error)
+            report_fault(error)
             if visit.status == 0:
                 await response(failure, scope)(scope, receive, watched)
         finally:
@@ -176,9 +174,3 @@ class Gate:
             line["completion_tokens"] = usage["completion_tokens"]
             line["finish"] = sorted({c.finish_reason for c in visit.generation.completions.values()})
         print(json.dumps(line), file=sys.stderr, flush=True)
-
-
-def _say_where(error: BaseException) -> None:
-    """Type and place of a fault of ours. Its message is left out, as it may quote a prompt."""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    print(f"shoal: {type(error).__name__} in\n{frames}", file=sys.stderr, flush=True)

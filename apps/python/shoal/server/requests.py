@@ -6,18 +6,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr, field_validator
 
+from shoal.errors import printable
 from shoal.llm import SamplingParams
 from shoal.server.errors import ApiError, bad, unsupported
 from shoal.server.options import ServerOptions
 
-_NO_GRAMMAR = "the engine cannot bind an answer to a grammar"
+NO_GRAMMAR = "the engine cannot bind an answer to a grammar"
 
 TokenId = Annotated[StrictInt, Field(ge=0, le=(1 << 31) - 1)]
+ToolName = Annotated[StrictStr, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
 Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
 
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+def check_model(name: str | None, options: ServerOptions) -> None:
+    if name is not None and name != options.name:
+        message = f'there is no model "{printable(name)}", this server has "{options.name}"'
+        raise ApiError(404, message, "model", "model_not_found")
 
 
 class StreamOptions(_Model):
@@ -57,9 +65,7 @@ class Sampling(_Model):
     metadata: dict[str, StrictStr] | None = None
 
     def check(self, options: ServerOptions, vocab_size: int) -> None:
-        if self.model is not None and self.model != options.name:
-            message = f'there is no model "{self.model[:80]}", this server has "{options.name}"'
-            raise ApiError(404, message, "model", "model_not_found")
+        check_model(self.model, options)
         if self.n is not None and self.n > options.max_n:
             raise bad("n", f"n is {self.n}, expected at most {options.max_n}")
         if len(self._stops()) > options.max_stops:
@@ -163,7 +169,7 @@ class Message(_Model):
 
 
 class Function(_Model):
-    name: Annotated[StrictStr, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+    name: ToolName
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
@@ -206,17 +212,17 @@ class ChatRequest(Sampling):
         if self.response_format is not None and self.response_format.type != "text":
             raise unsupported(
                 "response_format",
-                f"response_format {self.response_format.type} is not supported: {_NO_GRAMMAR}",
+                f"response_format {self.response_format.type} is not supported: {NO_GRAMMAR}",
             )
         if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
             raise unsupported(
                 "tool_choice",
-                f"tool_choice can be auto or none, a call cannot be promised: {_NO_GRAMMAR}",
+                f"tool_choice can be auto or none, a call cannot be promised: {NO_GRAMMAR}",
             )
         if self.tool_choice is not None and self.tool_choice != "none" and not self.tools:
             raise bad("tool_choice", "tool_choice is set, but tools is not")
         if any(tool.function.strict for tool in self.tools or ()):
-            raise unsupported("tools", f"strict tools are not supported: {_NO_GRAMMAR}")
+            raise unsupported("tools", f"strict tools are not supported: {NO_GRAMMAR}")
         if self.parallel_tool_calls is False and self.tools:
             raise unsupported("parallel_tool_calls", "parallel_tool_calls false is not supported")
 

@@ -14,17 +14,12 @@ from shoal.server.errors import ApiError, bad
 from shoal.server.events import while_listened
 from shoal.server.generation import Generation, Service
 from shoal.server.requests import ChatRequest, CompletionRequest, Sampling
-from shoal.server.routing import JsonRoute, TheService
+from shoal.server.routing import STREAM_OR_JSON, JsonRoute, TheService
 
 router = APIRouter(route_class=JsonRoute)
 
 
-_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": "the answer, or with `stream` its chunks", "content": {"text/event-stream": {}}}
-}
-
-
-@router.post("/v1/chat/completions", responses=_STREAM)
+@router.post("/v1/chat/completions", responses=STREAM_OR_JSON)
 async def chat(body: ChatRequest, request: Request, service: TheService) -> Response:
     body.check(service.options, service.llm.info["vocab_size"])
     tools = body.offered_tools
@@ -38,7 +33,7 @@ async def chat(body: ChatRequest, request: Request, service: TheService) -> Resp
     return await respond(request, service, generation, answers, body)
 
 
-@router.post("/v1/completions", responses=_STREAM)
+@router.post("/v1/completions", responses=STREAM_OR_JSON)
 async def completions(body: CompletionRequest, request: Request, service: TheService) -> Response:
     llm = service.llm
     body.check(service.options, llm.info["vocab_size"])

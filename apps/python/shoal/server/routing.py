@@ -24,6 +24,10 @@ def _service(request: Request) -> Service:
 
 TheService = Annotated[Service, Depends(_service)]
 
+STREAM_OR_JSON: dict[int | str, dict[str, Any]] = {
+    200: {"description": "the answer, or with `stream` its chunks", "content": {"text/event-stream": {}}}
+}
+
 
 class JsonRequest(Request):
     async def json(self) -> Any:
