@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 
 from fastapi import APIRouter
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from shoal.server.routing import TheService
 
@@ -32,7 +32,7 @@ async def ready(service: TheService) -> Response:
     return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: TheService) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
