@@ -205,6 +205,7 @@ def test_a_name_of_the_parameter_in_every_refusal(fake: Running) -> None:
         ("stop", {"stop": ""}),
         ("stop", {"stop": ["a", ""]}),
         ("stop", {"stop": ["x"] * 17}),
+        ("stop", {"stop": "x" * 1025}),
         ("logit_bias", {"logit_bias": {"262": 1}}),
         ("logit_bias", {"logit_bias": {"x": 1}}),
         ("logit_bias", {"logit_bias": {"1" * 5000: 1}}),
@@ -219,6 +220,9 @@ def test_a_name_of_the_parameter_in_every_refusal(fake: Running) -> None:
         ("tool_choice", {"tools": [tool], "tool_choice": "required"}),
         ("tool_choice", {"tool_choice": "auto"}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"eos_token": "x"}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"style": "<|im_end|>"}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"style": ["x"]}}),
         ("store", {"store": True}),
         ("nonsense", {"nonsense": 1}),
     ):

@@ -258,3 +258,11 @@ def test_keys() -> None:
         assert server.client.post("/v1/chat/completions", json=CHAT, headers=second).status_code == 200
         salts = [request.salt for request in engine.submitted]
         assert salts[0] == salts[1] == salts[2] != salts[3] and 0 not in salts
+
+
+def test_names_of_other_machines() -> None:
+    with running(fake_llm(FakeEngine()), any_host=False) as server:
+        for host in ("localhost:8000", "127.0.0.1", "127.1.2.3:80", "[::1]:8000", "LOCALHOST"):
+            assert server.client.get("/v1/models", headers={"host": host}).status_code == 200, host
+        for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
+            assert error_of(server.client.get("/v1/models", headers={"host": host}), 403)["code"] == "unknown_host"

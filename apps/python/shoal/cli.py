@@ -144,7 +144,7 @@ def serve_command(
     port: Annotated[int, option("--port", help="0: any that is free", min=0, max=65535)] = 8000,
     api_key: Annotated[list[str] | None, option("--api-key", help="key of a client; may be repeated")] = None,
     api_key_file: Annotated[str | None, option("--api-key-file", help="a file with keys, one a line")] = None,
-    allow_no_key: Annotated[bool, option("--allow-no-key", help="listen beyond this machine without a key")] = False,
+    allow_no_key: Annotated[bool, option("--allow-no-key", help="serve everybody without a key")] = False,
     served_model_name: Annotated[
         str | None, option("--served-model-name", help="what clients call the model; not set: the name of its file")
     ] = None,
@@ -174,6 +174,9 @@ def serve_command(
     max_stops: Annotated[
         int, option("--max-stops", help="stop strings of a request", min=0, rich_help_panel="Limits")
     ] = _SERVER.max_stops,
+    max_stop_length: Annotated[
+        int, option("--max-stop-length", help="characters of one", min=1, rich_help_panel="Limits")
+    ] = _SERVER.max_stop_length,
     max_n: Annotated[
         int, option("--max-n", help="answers to a prompt", min=1, max=1024, rich_help_panel="Limits")
     ] = _SERVER.max_n,
@@ -231,6 +234,7 @@ def serve_command(
         max_messages=max_messages,
         max_tools=max_tools,
         max_stops=max_stops,
+        max_stop_length=max_stop_length,
         max_n=max_n,
         max_json_depth=max_json_depth,
         max_queue=max_queue,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def serve(model: str, host: str, port: int, allow_no_key: bool, options: ServerO
             raise InvalidArgument(
                 f"{host} can be reached from other machines: give --api-key or --api-key-file, or say --allow-no-key"
             )
+        options = replace(options, any_host=bool(options.keys) or allow_no_key)
         _raise_file_limit(options.max_connections + 64)
         with console.load(model, **engine) as llm:
             own_host, own_port = listener.getsockname()[:2]

@@ -16,6 +16,7 @@ from shoal.server.generation import Service
 _STATUSES = {
     400: "refused; the parameter is named",
     401: "no valid key",
+    403: "not by this name of the server",
     404: "no such model or route",
     408: "the request did not come in time",
     413: "the body is too long",

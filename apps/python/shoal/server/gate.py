@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import sys
 import time
 import uuid
@@ -77,6 +78,10 @@ class Gate:
     def _admit(self, scope: Scope, visit: Visit) -> None:
         if self._digests and scope["path"] not in OPEN_ROUTES:
             visit.key = self._key(scope["headers"])
+        if not self._service.options.any_host and not _is_own_name(dict(scope["headers"]).get(b"host", b"")):
+            # A page of any site can have its name point here, and would then be of the same origin.
+            message = "without a key only this machine's own names are served: localhost, 127.0.0.1"
+            raise ApiError(403, message, None, "unknown_host")
         if self._service.draining and scope["method"] == "POST":
             raise busy(503, "the server is shutting down", "draining")
 
@@ -174,3 +179,9 @@ class Gate:
             line["completion_tokens"] = usage["completion_tokens"]
             line["finish"] = sorted({c.finish_reason for c in visit.generation.completions.values()})
         print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def _is_own_name(host: bytes) -> bool:
+    name = host.decode("latin-1").lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return name in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", name) is not None

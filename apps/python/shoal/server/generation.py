@@ -32,9 +32,10 @@ class Piece:
 class Generation:
     """The answers to one request of a client. All but `_tell` belongs to the event loop."""
 
-    def __init__(self, service: Service, jobs: list[Job], num_prompt: int) -> None:
+    def __init__(self, service: Service, jobs: list[Job], num_prompt: int, n: int) -> None:
         self._service = service
         self._jobs = jobs
+        self._n = n
         self._news: deque[Piece] = deque()
         self._arrived = asyncio.Event()
         self._failure: ApiError | None = None
@@ -110,7 +111,8 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         done = self.completions.values()
         num_answer = sum(c.completion_tokens for c in done)
-        cached = max((c.cached_tokens for c in done), default=0)
+        # A prompt counts once, and its other answers find it cached by the first.
+        cached = sum(c.cached_tokens for i, c in self.completions.items() if i % self._n == 0)
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": num_answer,
@@ -180,7 +182,7 @@ class Service:
             if isinstance(error, InvalidArgument) and error.code == "context_length_exceeded":
                 raise bad(name, str(error), error.code) from None
             raise
-        generation = Generation(self, jobs, sum(map(len, prompts)))
+        generation = Generation(self, jobs, sum(map(len, prompts)), params.n)
         for i, job in enumerate(jobs):
             job.tell = lambda news, i=i: self._news.append((generation, i, news))
         self._generations.add(generation)

@@ -16,7 +16,17 @@ from shoal.server.errors import ApiError, bad, unsupported
 from shoal.server.events import event
 from shoal.server.generation import Generation
 from shoal.server.options import ServerOptions
-from shoal.server.requests import NO_GRAMMAR, Function, FunctionCall, Message, Tool, ToolCall, ToolName, check_model
+from shoal.server.requests import (
+    NO_GRAMMAR,
+    Function,
+    FunctionCall,
+    Message,
+    Tool,
+    ToolCall,
+    ToolName,
+    check_model,
+    check_stops,
+)
 
 
 class _Model(BaseModel):
@@ -142,11 +152,7 @@ class MessagesRequest(CountRequest):
 
     def check(self, options: ServerOptions) -> None:
         super().check(options)
-        stops = self.stop_sequences or ()
-        if len(stops) > options.max_stops:
-            raise bad("stop_sequences", f"stop_sequences has {len(stops)} texts, expected at most {options.max_stops}")
-        if "" in stops:
-            raise bad("stop_sequences", "stop_sequences has an empty text")
+        check_stops("stop_sequences", self.stop_sequences or (), options)
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(

@@ -11,6 +11,7 @@ MIB = 1 << 20
 class ServerOptions:
     name: str  # of the model, as clients say it
     keys: tuple[str, ...] = ()  # none: everybody may ask
+    any_host: bool = True  # else only by a name of this machine
     access_log: bool = True
     reasoning: str = "auto"  # auto, think, none
     tool_parser: str = "auto"  # auto, hermes, llama_json, none
@@ -22,6 +23,7 @@ class ServerOptions:
     max_messages: int = 4096
     max_tools: int = 128
     max_stops: int = 16
+    max_stop_length: int = 1024  # characters; each token is compared with every beginning of each
     max_n: int = 128
     max_json_depth: int = 64
     max_queue: int = 512  # requests that the engine has not begun

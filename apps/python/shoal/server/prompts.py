@@ -82,10 +82,6 @@ def encode_chat(
 ) -> ChatPrompt:
     template = template_of(llm)
     entries = template_messages(messages, template)
-    reserved = {"messages", "tools", "documents", "chat_template", "add_generation_prompt"} & variables.keys()
-    if reserved:
-        name = min(reserved)
-        raise bad("chat_template_kwargs", f"chat_template_kwargs has {name}, which is not the client's to set")
     ids = llm.tokenizer.encode_chat(entries, tools=tools or None, **variables)
     ending = llm.tokenizer.decode(ids[-8:]).rstrip()
     return ChatPrompt(ids, ending.endswith(THINK_BEGIN))

@@ -82,4 +82,6 @@ class Pump:
         try:
             return job.run.step(timeout_ms)
         except Exception as error:  # the engine's; and a fault of ours must not end everybody's answers
+            if not job.run.released:
+                job.run.cancel()
             return error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr, field_validator
@@ -26,6 +28,33 @@ def check_model(name: str | None, options: ServerOptions) -> None:
     if name is not None and name != options.name:
         message = f'there is no model "{printable(name)}", this server has "{options.name}"'
         raise ApiError(404, message, "model", "model_not_found")
+
+
+def check_stops(name: str, stops: Sequence[str], options: ServerOptions) -> None:
+    if len(stops) > options.max_stops:
+        raise bad(name, f"{name} has {len(stops)} texts, expected at most {options.max_stops}")
+    if "" in stops:
+        raise bad(name, f"{name} has an empty text")
+    if any(len(stop) > options.max_stop_length for stop in stops):
+        raise bad(name, f"{name} has a text of more than {options.max_stop_length} characters")
+
+
+# Of these a template's variables may be: enough for switches and names, and nothing that spells a control token.
+_WORDS = re.compile(r"[\w .,-]{0,64}")
+_RESERVED = frozenset(
+    ["messages", "tools", "documents", "chat_template", "add_generation_prompt", "bos_token", "eos_token"]
+)
+
+
+def check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in variables.items():
+        if name in _RESERVED:
+            raise bad("chat_template_kwargs", f"chat_template_kwargs has {name}, which is not the client's to set")
+        is_word = isinstance(value, str) and _WORDS.fullmatch(value)
+        if not is_word and not isinstance(value, (bool, int, float, type(None))):
+            message = f"chat_template_kwargs has {printable(name)}, expected a number, a boolean or a word or two"
+            raise bad("chat_template_kwargs", message)
+    return dict(variables)
 
 
 class StreamOptions(_Model):
@@ -68,10 +97,7 @@ class Sampling(_Model):
         check_model(self.model, options)
         if self.n is not None and self.n > options.max_n:
             raise bad("n", f"n is {self.n}, expected at most {options.max_n}")
-        if len(self._stops()) > options.max_stops:
-            raise bad("stop", f"stop has {len(self._stops())} texts, expected at most {options.max_stops}")
-        if "" in self._stops():
-            raise bad("stop", "stop has an empty text")
+        check_stops("stop", self._stops(), options)
         for token in self.logit_bias or {}:
             if not token.isascii() or not token.isdigit() or not int(token[:20]) < vocab_size:
                 raise bad("logit_bias", f"logit_bias has {token[:20]!r}, expected token ids below {vocab_size}")

@@ -13,7 +13,7 @@ from shoal.server.chat import begin_chat, streamed, whole
 from shoal.server.errors import ApiError, bad
 from shoal.server.events import while_listened
 from shoal.server.generation import Generation, Service
-from shoal.server.requests import ChatRequest, CompletionRequest, Sampling
+from shoal.server.requests import ChatRequest, CompletionRequest, Sampling, check_variables
 from shoal.server.routing import STREAM_OR_JSON, JsonRoute, TheService
 
 router = APIRouter(route_class=JsonRoute)
@@ -23,7 +23,7 @@ router = APIRouter(route_class=JsonRoute)
 async def chat(body: ChatRequest, request: Request, service: TheService) -> Response:
     body.check(service.options, service.llm.info["vocab_size"])
     tools = body.offered_tools
-    variables = dict(body.chat_template_kwargs or {})
+    variables = check_variables(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from shoal.server.errors import bad
 from shoal.server.events import while_listened
 from shoal.server.prompts import template_messages, template_of
-from shoal.server.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from shoal.server.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest, check_variables
 from shoal.server.routing import JsonRoute, TheService
 
 router = APIRouter(route_class=JsonRoute)
@@ -36,9 +36,9 @@ async def detokenize(body: DetokenizeRequest, request: Request, service: TheServ
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, request: Request, service: TheService) -> dict[str, str]:
     template = template_of(service.llm)
+    variables: dict[str, Any] = check_variables(body.chat_template_kwargs or {})
 
     def render() -> str:
-        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         variables.update(add_generation_prompt=body.add_generation_prompt)
         if body.tools:
             variables.update(tools=[tool.model_dump(exclude_none=True) for tool in body.tools])
