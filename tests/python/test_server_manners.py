@@ -158,6 +158,26 @@ def test_failures_before_and_in_a_stream(fake: Running) -> None:
         assert server.service.dead is None
 
 
+def test_a_fault_of_ours_has_the_form_of_all_errors(capfd: pytest.CaptureFixture) -> None:
+    engine = FakeEngine()
+    engine.stats = lambda: 1 // 0
+    with running(fake_llm(engine)) as server:
+        error = error_of(server.client.get("/metrics"), 500)
+        assert (error["type"], error["code"]) == ("server_error", "internal")
+        assert server.chat().status_code == 200
+    assert "ZeroDivisionError in" in capfd.readouterr().err
+
+
+def test_objections_of_a_template() -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with running(fake_llm(FakeEngine(), **{"tokenizer.chat_template": template})) as server:
+        error = error_of(server.chat(), 400)
+        assert error["param"] == "messages" and "roles must alternate" in error["message"]
+    with running(fake_llm(FakeEngine(), **{"tokenizer.chat_template": None})) as server:
+        assert error_of(server.chat(), 400)["code"] == "unsupported"
+        assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
 def test_slow_senders_and_idle_connections() -> None:
     with running(fake_llm(FakeEngine()), receive_timeout=0.3, max_connections=1100) as server:
         assert error_in(raw(server), 408)["code"] == "request_timeout"
@@ -198,6 +218,7 @@ def test_a_client_that_leaves_stops_its_work(fake: Running) -> None:
             connection.sendall(head(content_length=len(body)) + body)
             until(lambda: len(fake.engine.live) == 2)
         until(lambda: fake.engine.live == {} and fake.service.num_active == 0)
+    fake.engine.held = False
     assert fake.engine.cancelled == [1, 2, 3, 4]
 
 
@@ -246,6 +267,7 @@ def test_keys() -> None:
         assert server.client.get("/health").status_code == 200
         for given in ("Bearer wrong", "Bearer", "first", "Basic first", "Bearer firs", "Bearer first1"):
             assert error_of(server.post("/v1/chat/completions", CHAT, authorization=given), 401)
+        assert error_in(raw(server, head(content_length=1 << 40), *[b"x" * 65536] * 600), 401)
         assert engine.submitted == []
         ask = lambda **headers: server.post("/v1/chat/completions", CHAT, **headers).status_code  # noqa: E731
         assert (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from shoal.llm import Chunk, TokenLogprob
@@ -13,7 +13,7 @@ from shoal.server.events import DONE, event
 from shoal.server.generation import Generation
 from shoal.tokenizer import Tokenizer
 
-_REASONS = {"stop": "stop", "length": "length", "cancelled": "stop"}
+_REASONS = {"stop": "stop", "length": "length"}
 
 
 def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, list[int]]:
@@ -64,7 +64,7 @@ class Answers:
         choices = [self.whole(i, parts[i]) for i in sorted(parts)]
         return {**self._head, "object": self.object, "choices": choices, "usage": generation.usage()}
 
-    async def stream(self, generation: Generation, wants_usage: bool) -> AsyncIterator[bytes]:
+    async def stream(self, generation: Generation, wants_usage: bool) -> AsyncGenerator[bytes, None]:
         # With usage asked for, every chunk has the field.
         empty = {"usage": None} if wants_usage else {}
         begun: set[int] = set()
@@ -106,7 +106,7 @@ class ChatAnswers(Answers):
         logprobs = None
         if self._wants_logprobs:
             logprobs = {"content": [self._logprob(t) for t in self._without_end(chunk)], "refusal": None}
-        reason = None if chunk.finish_reason is None else _REASONS[chunk.finish_reason]
+        reason = _REASONS.get(chunk.finish_reason or "")
         if reason == "stop" and splitter.num_calls:
             reason = "tool_calls"
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -158,7 +158,7 @@ class TextAnswers(Answers):
         logprobs = None
         if self._wants_logprobs:
             logprobs = self._logprobs(index, chunk)
-        reason = None if chunk.finish_reason is None else _REASONS[chunk.finish_reason]
+        reason = _REASONS.get(chunk.finish_reason or "")
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def says_something(self, choice: dict[str, Any]) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from shoal import __version__
 from shoal.errors import ShoalError
 from shoal.server import errors, routes_openai, routes_operation, routes_other, routes_tokens
+from shoal.server.events import ClientLeft
 from shoal.server.gate import Gate
 from shoal.server.generation import Service
 
@@ -27,6 +30,10 @@ _STATUSES = {
 }
 
 
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # for the log, by nginx's word for it: there is nobody to read it
+
+
 def make_app(service: Service) -> ASGIApp:
     app = FastAPI(
         title="shoal",
@@ -38,6 +45,7 @@ def make_app(service: Service) -> ASGIApp:
     app.state.service = service
     for module in (routes_openai, routes_other, routes_tokens, routes_operation):
         app.include_router(module.router)
-    for kind in (HTTPException, RequestValidationError, ShoalError):
+    for kind in (HTTPException, RequestValidationError, ShoalError, Exception):
         app.add_exception_handler(kind, errors.handle)
+    app.add_exception_handler(ClientLeft, _nobody)
     return Gate(app, service)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shoal.errors import InvalidArgument, Unsupported
 from shoal.llm import SamplingParams
 from shoal.server.deltas import Splitter
 from shoal.server.errors import ApiError, to_json
@@ -28,7 +29,10 @@ async def begin_chat(
 ) -> tuple[Generation, list[Splitter]]:
     """`params.n` answers to a conversation, running, each with what takes its text apart. `name`: the parameter that
     holds the conversation."""
-    prompt = await while_listened(request, service.in_thread(encode_chat, service.llm, messages, tools, variables))
+    try:
+        prompt = await while_listened(request, service.in_thread(encode_chat, service.llm, messages, tools, variables))
+    except (InvalidArgument, Unsupported) as error:  # the template's objections
+        raise ApiError(400, str(error), name, error.code) from None
     splitters = [splitter_for(service.llm, service.options, tools, prompt) for _ in range(params.n)]
     return service.start([prompt.ids], params, request.scope["shoal"].key, name), splitters
 
@@ -46,7 +50,7 @@ def streamed(
     request: Request,
     service: Service,
     generation: Generation,
-    events: AsyncIterator[bytes],
+    events: AsyncGenerator[bytes, None],
     on_error: Callable[[ApiError], bytes] = error_event,
 ) -> Response:
     request.scope["shoal"].generation = generation

@@ -7,7 +7,7 @@ does not read is waited for as long as the buffers hold (sending then blocks), a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -63,7 +63,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         *,
         keep_alive: float,
         stall_timeout: float,
@@ -119,6 +119,7 @@ class EventStream(Response):
             if pending is not None:
                 pending.cancel()
                 await asyncio.gather(pending, return_exceptions=True)
+            await self._events.aclose()
 
     async def _send(self, send: Send, data: bytes) -> None:
         if not self._started:

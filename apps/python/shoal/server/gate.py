@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -33,6 +34,8 @@ class Visit:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     key: str | None = None
     status: int = 0
+    was_read: bool = False  # the body, to its end
+    closes: bool = False  # the connection, since it was not
     error: str | None = None
     generation: Generation | None = None
 
@@ -55,14 +58,22 @@ class Gate:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", visit.id.encode())]
-                if visit.status in (408, 413) or self._service.draining:
+                if visit.closes or self._service.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
-            self._admit(scope, visit)
-            await self._app(scope, await self._with_body(scope, receive), watched)
+            headers = dict(scope["headers"])
+            try:
+                self._admit(scope, visit)
+                body = await self._read(headers, receive, visit)
+            except ApiError:
+                # Who waits for leave to send reads the answer at once.
+                visit.closes = not visit.was_read and (b"expect" in headers or not await self._skip(receive))
+                raise
+            await self._app(scope, _replayed(body, receive), watched)
         except ClientLeft:
+            visit.status = visit.status or 499
             visit.error = visit.error or "client left"
         except Exception as error:
             failure = from_exception(error)
@@ -101,59 +112,43 @@ class Gate:
 
     # How much
 
-    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """The body is read here, whole and bounded, and given out again."""
-        headers = dict(scope["headers"])
-        body = await self._read(headers, receive)
-        if body:
-            kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            # Other types a browser sends to any address without asking first.
-            if kind != b"application/json":
-                raise ApiError(415, "the content-type must be application/json", None, "unsupported_media_type")
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def replay() -> Message:
-            return next(messages, None) or await receive()
-
-        return replay
-
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive, visit: Visit) -> bytes:
+        """The body, whole and bounded."""
         options = self._service.options
-        declared = headers.get(b"content-length", b"0")
-        too_long = int(declared) > options.max_body if declared.isdigit() else False
-        if too_long and headers.get(b"expect"):
-            raise self._too_long()
-        parts: list[bytes] = []
-        size = 0
-        until = time.monotonic() + (_SKIP_SECONDS if too_long else options.receive_timeout)
-        more = True
-        while more:
+        declared = headers.get(b"content-length", b"")
+        too_long = ApiError(413, f"the body exceeds {options.max_body} bytes", None, "body_too_large")
+        if declared.isdigit() and int(declared) > options.max_body:
+            raise too_long
+        body = bytearray()
+        until = time.monotonic() + options.receive_timeout
+        while not visit.was_read:
             try:
                 message = await asyncio.wait_for(receive(), max(until - time.monotonic(), 0))
             except asyncio.TimeoutError:
-                if too_long:
-                    break
-                message = f"the body did not come within {options.receive_timeout:g} s"
-                raise ApiError(408, message, None, "request_timeout") from None
+                text = f"the body did not come within {options.receive_timeout:g} s"
+                raise ApiError(408, text, None, "request_timeout") from None
             if message["type"] == "http.disconnect":
                 raise ClientLeft
-            part = message.get("body", b"")
-            more = message.get("more_body", False)
-            size += len(part)
-            if size > options.max_body and not too_long:
-                too_long = True
-                parts.clear()
-                until = min(until, time.monotonic() + _SKIP_SECONDS)
-            if not too_long:
-                parts.append(part)
-            elif size > _SKIP_FACTOR * options.max_body:
-                break
-        if too_long:
-            raise self._too_long()
-        return b"".join(parts)
+            body += message.get("body", b"")
+            visit.was_read = not message.get("more_body", False)
+            if len(body) > options.max_body:
+                raise too_long
+        # Other types a browser sends to any address without asking first.
+        if body and headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+            raise ApiError(415, "the content-type must be application/json", None, "unsupported_media_type")
+        return bytes(body)
 
-    def _too_long(self) -> ApiError:
-        return ApiError(413, f"the body exceeds {self._service.options.max_body} bytes", None, "body_too_large")
+    async def _skip(self, receive: Receive) -> bool:
+        """Reads on for a while after a refusal, since who still sends does not read. Whether that was all."""
+        size = 0
+        until = time.monotonic() + min(_SKIP_SECONDS, self._service.options.receive_timeout)
+        with contextlib.suppress(asyncio.TimeoutError):
+            while size <= _SKIP_FACTOR * self._service.options.max_body:
+                message = await asyncio.wait_for(receive(), max(until - time.monotonic(), 0))
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return True
+        return False
 
     # What is written: never a word of a prompt or an answer
 
@@ -179,6 +174,15 @@ class Gate:
             line["completion_tokens"] = usage["completion_tokens"]
             line["finish"] = sorted({c.finish_reason for c in visit.generation.completions.values()})
         print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Message:
+        return next(messages, None) or await receive()
+
+    return replay
 
 
 def _is_own_name(host: bytes) -> bool:

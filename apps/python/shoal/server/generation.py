@@ -30,7 +30,7 @@ class Piece:
 
 
 class Generation:
-    """The answers to one request of a client. All but `_tell` belongs to the event loop."""
+    """The answers to one request of a client. It belongs to the event loop."""
 
     def __init__(self, service: Service, jobs: list[Job], num_prompt: int, n: int) -> None:
         self._service = service
@@ -99,6 +99,8 @@ class Generation:
         if news.completion is not None:
             self.num_open -= 1
             self.completions[index] = news.completion
+            if news.finish_reason == "cancelled":  # not by us, or nobody would listen to this
+                self.fail(ApiError(503, "the engine was closed", None, "stopped"))
             self._service.metrics.completed(news.completion, now - self._started)
         self._news.append(Piece(index, news))
         self._arrived.set()
@@ -212,7 +214,8 @@ class Service:
             self._checking = self.loop.create_task(self._check(str(error)))
 
     async def _check(self, message: str) -> None:
-        if not await self.in_thread(self.llm.is_alive) and self.dead is None:
+        # On a thread of its own: those for texts may be busy for long.
+        if not await self.loop.run_in_executor(None, self.llm.is_alive) and self.dead is None:
             self.dead = message
             self.fail_all(ApiError(500, f"the engine has stopped: {message}", None, "engine_dead"))
             self.on_dead()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr
@@ -215,7 +215,7 @@ class MessageAnswer:
         content = [self._block(block) for block in self._blocks.blocks]
         return {**self._head, "content": content, **self._end(completion), "usage": self._usage()}
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         begun = False
         async for news in block_events(self._generation, self._splitter, self._blocks):
             if not begun:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr
@@ -214,7 +214,7 @@ class ResponseAnswer:
             completion = news if isinstance(news, Completion) else completion
         return self._response(completion)
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         begun = False
         async for news in block_events(self._generation, self._splitter, self._blocks):
             if not begun:

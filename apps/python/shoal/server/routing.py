@@ -18,7 +18,7 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Service
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # FastAPI would take a plain function to a thread
     return request.app.state.service
 
 
