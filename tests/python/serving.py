@@ -33,7 +33,7 @@ class FakeEngine:
         self.cancelled: list[int] = []
 
     def info(self) -> dict:
-        return {"vocab_size": 262, "max_context": 4096}
+        return {"vocab_size": 262, "max_context": 4096, "num_pages": 256, "page_size": 16}
 
     def stats(self) -> dict:
         pages = 100 - len(self.live)

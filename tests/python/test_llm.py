@@ -223,6 +223,17 @@ def test_length_of_the_context(llm: LLM) -> None:
     assert completion.completion_tokens == 2 and completion.finish_reason == "length"
 
 
+def test_without_a_number_of_tokens_the_memory_counts_too(smollm2_path) -> None:
+    params = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    with LLM(smollm2_path, max_context=512, kv_bytes=5 * 737_280, threads=1) as llm:
+        capacity = llm.info["num_pages"] * llm.info["page_size"]
+        assert capacity < 512
+        (completion,) = llm.generate([[1, 2, 3]], params)
+        assert completion.completion_tokens == capacity - 3 + 1 and completion.finish_reason == "length"
+        with pytest.raises(InvalidArgument, match="do not fit the memory"):
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=500))
+
+
 @pytest.mark.parametrize("prompt", ["", [], [-1], [10**6], [1.5], [True], b"x", None])
 def test_bad_prompts(llm: LLM, prompt: object) -> None:
     with pytest.raises((InvalidArgument, TypeError)):

@@ -278,7 +278,9 @@ class LLM:
                 f"which leaves no room for an answer in a context of {self.max_context}",
                 "context_length_exceeded",
             )
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        # Without a number of tokens: what the context and the KV cache hold. The last token is never computed.
+        capacity = self.info["num_pages"] * self.info["page_size"] - len(ids) + 1
+        max_tokens = max(min(room, capacity), 1) if params.max_tokens is None else min(params.max_tokens, room)
         seed = random.getrandbits(64) if params.seed is None else params.seed % (1 << 64)
         seeds = [(seed + i * _SEED_STEP) % (1 << 64) for i in range(params.n)]
         runs: list[Run] = []
