@@ -87,6 +87,7 @@ def fake_llm(engine: FakeEngine, **metadata: object) -> LLM:
     llm._engine = engine
     llm._tokenizer = Tokenizer.from_gguf(byte_level_metadata(**metadata))
     llm.info = engine.info()
+    llm._grammars = None
     return llm
 
 

@@ -214,10 +214,10 @@ def test_a_name_of_the_parameter_in_every_refusal(fake: Running) -> None:
         ("top_logprobs", {"top_logprobs": 2}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
         ("stream_options", {"stream_options": {}}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "json_schema"}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}),
         ("response_format.type", {"response_format": {"type": "xml"}}),
         ("tools", {"tools": [tool]}),  # the template has no place for them
-        ("tool_choice", {"tools": [tool], "tool_choice": "required"}),
         ("tool_choice", {"tool_choice": "auto"}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"eos_token": "x"}}),

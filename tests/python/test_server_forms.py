@@ -96,7 +96,9 @@ def test_refusals_of_messages(fake: Running, claude: anthropic.Anthropic) -> Non
         ("stop_sequences", {"stop_sequences": [""]}),
         ("messages", {"messages": []}),
         ("messages", {"messages": [MESSAGE, {"role": "assistant", "content": "It is"}]}),
-        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "any"}}),
+        ("tool_choice", {"tool_choice": {"type": "any"}}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
         ("tools[0].name", {"tools": [{**WEATHER, "name": "a b"}]}),
         ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
         ("nonsense", {"extra_body": {"nonsense": 1}}),
@@ -169,14 +171,15 @@ def test_responses_with_tools(fake: Running, client: openai.OpenAI) -> None:
 
 
 def test_refusals_of_responses(fake: Running, client: openai.OpenAI) -> None:
-    schema = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+    schema = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}
     for param, body in (
         ("input", {}),
         ("input", {"input": ""}),
         ("input", {"input": []}),
         ("max_output_tokens", {"input": "x", "max_output_tokens": 0}),
         ("text.format", {"input": "x", "text": schema}),
-        ("tool_choice", {"input": "x", "tools": [RESPONSE_TOOL], "tool_choice": "required"}),
+        ("tool_choice", {"input": "x", "tool_choice": "required"}),
+        ("tool_choice", {"input": "x", "tools": [RESPONSE_TOOL], "tool_choice": {"type": "web_search"}}),
         ("tools[0].name", {"input": "x", "tools": [{**RESPONSE_TOOL, "name": ""}]}),
         ("tools[0].type", {"input": "x", "tools": [{"type": "web_search"}]}),
         ("previous_response_id", {"input": "x", "previous_response_id": "resp_1"}),

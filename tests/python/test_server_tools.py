@@ -181,11 +181,9 @@ def test_what_cannot_be_promised_is_refused() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
     with server as fake:
         for param, body in (
-            ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
-            ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}),
             ("tools", {"tools": strict}),
             ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": False}),
-            ("response_format", {"response_format": schema}),
+            ("response_format", {"tools": TOOLS, "response_format": schema}),
         ):
             error = error_of(fake.chat(**body), 400)
             assert (error["param"], error["code"]) == (param, "unsupported")
@@ -193,8 +191,18 @@ def test_what_cannot_be_promised_is_refused() -> None:
             ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
             ("tools[0].type", {"tools": [{"type": "magic", "function": {"name": "f"}}]}),
             ("tools", {"tools": TOOLS * 65}),
+            ("tool_choice", {"tool_choice": "required"}),
+            ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
         ):
             assert error_of(fake.chat(**body), 400)["param"] == param
+    _, server = tool_server(HERMES.replace("assistant\n", "assistant\n<think>\n"), b"x")
+    with server as fake:
+        for param, body in (
+            ("response_format", {"response_format": schema}),
+            ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+        ):
+            error = error_of(fake.chat(**body), 400)
+            assert (error["param"], error["code"]) == (param, "unsupported")
 
 
 def test_tools_switched_off() -> None:

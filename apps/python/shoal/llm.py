@@ -20,6 +20,8 @@ from shoal.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import numpy
 
+    from shoal.grammar import Grammars
+
 Prompt = str | Sequence[int]
 
 _TICK_MS = 50  # how long a wait lasts before Python looks for Ctrl-C
@@ -32,7 +34,8 @@ class SamplingParams:
     temperature 0 takes the most likely token. top_k 0, top_p 1 and min_p 0 are off. seed None differs every time.
     stop: texts before which the answer ends; the text excludes them. logprobs: None, or how many alternatives to report
     beside the chosen token. logit_bias: added to the logits of token ids. max_tokens None: as many as the context
-    holds; to ask for more ends there too, with finish_reason "length".
+    holds; to ask for more ends there too, with finish_reason "length". json_schema: the answer is JSON that it allows,
+    unless the tokens do not suffice; grammar: the same for a grammar in llguidance's form of Lark.
     """
 
     max_tokens: int | None = 256
@@ -50,6 +53,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     n: int = 1
+    json_schema: Mapping[str, Any] | None = None
+    grammar: str | None = None
 
     def stops(self) -> list[str]:
         if self.stop is not None and not isinstance(self.stop, Iterable):
@@ -84,6 +89,10 @@ class SamplingParams:
             _is_token_id(i) and isinstance(b, numbers.Real) and not isinstance(b, bool) for i, b in bias.items()
         ):
             raise InvalidArgument(f"logit_bias is {printable(repr(bias))}, expected numbers by token id")
+        if self.json_schema is not None and not isinstance(self.json_schema, Mapping):
+            raise InvalidArgument(f"json_schema is {type(self.json_schema).__name__}, expected a mapping")
+        if self.grammar is not None and (not isinstance(self.grammar, str) or self.json_schema is not None):
+            raise InvalidArgument("grammar is to be a str, without json_schema beside it")
         self.stops()
 
 
@@ -191,6 +200,7 @@ class LLM:
             )
             self._tokenizer = tokenizer.result()
         self.info: dict[str, Any] = self._engine.info()
+        self._grammars: Grammars | None = None  # made when first needed
 
     def close(self) -> None:
         """Ends the engine and frees its memory; running requests are cancelled."""
@@ -286,12 +296,28 @@ class LLM:
         runs: list[Run] = []
         try:
             for i, own in enumerate(seeds):
-                runs.append(Run(self._engine, self._tokenizer, ids, params, max_tokens, own, i, salt))
+                runs.append(Run(self._engine_for(params), self._tokenizer, ids, params, max_tokens, own, i, salt))
         except BaseException:
             for run in runs:
                 run.cancel()
             raise
         return runs
+
+    def _engine_for(self, params: SamplingParams) -> Any:
+        """The engine, or what binds one request of it to a grammar."""
+        if params.json_schema is None and params.grammar is None:
+            return self._engine
+        from shoal.grammar import BoundEngine
+
+        return BoundEngine(self._engine, self.matcher(params), self.info["vocab_size"], self.tokenizer.eos_ids)
+
+    def matcher(self, params: SamplingParams) -> Any:
+        """What tells which tokens may follow. Made once for a schema or grammar; the first takes a moment."""
+        from shoal.grammar import Grammars
+
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.info["vocab_size"])
+        return self._grammars.matcher(params.json_schema, params.grammar)
 
     def is_alive(self) -> bool:
         """Whether the engine still takes requests: its loop ends for good when an invariant breaks."""

@@ -11,11 +11,11 @@ from starlette.responses import Response
 from shoal.errors import InvalidArgument, Unsupported
 from shoal.llm import SamplingParams
 from shoal.server.deltas import Splitter
-from shoal.server.errors import ApiError, to_json
+from shoal.server.errors import ApiError, bad, to_json
 from shoal.server.events import EventStream, error_event, while_listened
 from shoal.server.generation import Generation, Service
-from shoal.server.prompts import encode_chat, splitter_for
-from shoal.server.requests import Message
+from shoal.server.prompts import bind, encode_chat, splitter_for
+from shoal.server.requests import Bound, Message
 
 
 async def begin_chat(
@@ -26,6 +26,7 @@ async def begin_chat(
     variables: dict[str, Any],
     params: SamplingParams,
     name: str,
+    bound: Bound | None,
 ) -> tuple[Generation, list[Splitter]]:
     """`params.n` answers to a conversation, running, each with what takes its text apart. `name`: the parameter that
     holds the conversation."""
@@ -33,6 +34,12 @@ async def begin_chat(
         prompt = await while_listened(request, service.in_thread(encode_chat, service.llm, messages, tools, variables))
     except (InvalidArgument, Unsupported) as error:  # the template's objections
         raise ApiError(400, str(error), name, error.code) from None
+    if bound is not None:
+        params = bind(params, bound, service.llm, service.options, tools, prompt)
+        try:
+            await while_listened(request, service.in_thread(service.llm.matcher, params))  # here, as it can take long
+        except InvalidArgument as error:
+            raise bad(bound.name, str(error)) from None
     splitters = [splitter_for(service.llm, service.options, tools, prompt) for _ in range(params.n)]
     return service.start([prompt.ids], params, request.scope["shoal"].key, name), splitters
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Delta = dict[str, Any]  # content, reasoning_content: text; tool_calls: a list of whole calls
@@ -154,6 +154,26 @@ PARSERS: dict[str, Callable[[frozenset[str]], HermesCalls | JsonCalls]] = {
     "hermes": HermesCalls,
     "llama_json": JsonCalls,
 }
+
+
+def call_grammar(form: str, tools: Sequence[Mapping[str, Any]], single: bool) -> str:
+    """An answer that is nothing but calls of these tools, for llguidance."""
+    key = "arguments" if form == "hermes" else "parameters"
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        schema = {"type": "object", **function.get("parameters", {})}
+        properties = {"name": {"const": function["name"]}, key: schema}
+        calls.append(
+            {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        )
+    lines = [f"call: %json {json.dumps({'anyOf': calls})}"]
+    if form == "hermes":
+        lines.append(f'one: "{CALL_BEGIN}\\n" call "\\n{CALL_END}"')
+    else:
+        lines.append("one: call")
+    # Llama's calls are one object; Hermes' can follow one another.
+    return "\n".join(["start: one" if single or form != "hermes" else 'start: one ("\\n" one)*', *lines])
 
 
 def parser_of(template: str) -> str | None:

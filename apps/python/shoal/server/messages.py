@@ -17,7 +17,7 @@ from shoal.server.events import event
 from shoal.server.generation import Generation
 from shoal.server.options import ServerOptions
 from shoal.server.requests import (
-    NO_GRAMMAR,
+    Bound,
     Function,
     FunctionCall,
     Message,
@@ -26,6 +26,7 @@ from shoal.server.requests import (
     ToolName,
     check_model,
     check_stops,
+    forced_tools,
 )
 
 
@@ -83,7 +84,7 @@ class AnthropicTool(_Cached):
 class ToolChoice(_Model):
     type: Literal["auto", "none", "any", "tool"]
     name: StrictStr | None = None
-    disable_parallel_tool_use: Literal[False] | None = None
+    disable_parallel_tool_use: StrictBool | None = None
 
 
 class Thinking(_Model):
@@ -110,8 +111,13 @@ class CountRequest(_Model):
             raise unsupported(
                 "messages", "a last message of the assistant, which the answer continues, is not supported"
             )
-        if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
-            raise unsupported("tool_choice", f"tool_choice can be auto or none: {NO_GRAMMAR}")
+        self.bound()
+        if (
+            self.tool_choice is not None
+            and self.tool_choice.type == "auto"
+            and self.tool_choice.disable_parallel_tool_use
+        ):
+            raise unsupported("tool_choice", "disable_parallel_tool_use needs a tool_choice that demands a call")
         if self.thinking is not None and self.thinking.type == "enabled":
             raise unsupported("thinking", "thinking can be adaptive or disabled: a budget for it cannot be kept")
 
@@ -134,6 +140,16 @@ class CountRequest(_Model):
             ).model_dump(exclude_none=True)
             for tool in self.tools or ()
         ]
+
+    def bound(self) -> Bound | None:
+        choice = self.tool_choice
+        if choice is None or choice.type in ("auto", "none"):
+            return None
+        names = [tool.name for tool in self.tools or ()]
+        if not names:
+            raise bad("tool_choice", "tool_choice is set, but tools is not")
+        own = "required" if choice.type == "any" else {"type": "function", "name": choice.name}
+        return Bound("tool_choice", calls=forced_tools(own, names), single=bool(choice.disable_parallel_tool_use))
 
     def variables(self) -> dict[str, Any]:
         # The name by which templates of models that can do without reasoning are told.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.errors import Unsupported
-from shoal.llm import LLM
-from shoal.server.deltas import PARSERS, THINK_BEGIN, THINK_END, Reasoning, Splitter, parser_of
+from shoal.llm import LLM, SamplingParams
+from shoal.server.deltas import PARSERS, THINK_BEGIN, THINK_END, Reasoning, Splitter, call_grammar, parser_of
 from shoal.server.errors import bad, unsupported
 from shoal.server.options import ServerOptions
-from shoal.server.requests import Message
+from shoal.server.requests import Bound, Message
 
 
 def template_of(llm: LLM) -> str:
@@ -95,6 +95,22 @@ def splitter_for(llm: LLM, options: ServerOptions, tools: list[dict[str, Any]], 
         names = frozenset(tool["function"]["name"] for tool in tools)
         calls = PARSERS[tool_parser(options, template)](names)
     return Splitter(Reasoning(prompt.thinks) if thinks else None, calls)
+
+
+def bind(
+    params: SamplingParams,
+    bound: Bound,
+    llm: LLM,
+    options: ServerOptions,
+    tools: list[dict[str, Any]],
+    prompt: ChatPrompt,
+) -> SamplingParams:
+    if prompt.thinks:
+        raise unsupported(bound.name, f"{bound.name} cannot be kept while the model reasons before its answer")
+    if bound.schema is not None:
+        return replace(params, json_schema=bound.schema)
+    chosen = [tool for tool in tools if tool["function"]["name"] in bound.calls]
+    return replace(params, grammar=call_grammar(tool_parser(options, template_of(llm)), chosen, bound.single))
 
 
 def tool_parser(options: ServerOptions, template: str) -> str:

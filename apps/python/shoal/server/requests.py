@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictBool, StrictInt, StrictStr, field_validator
@@ -12,8 +13,6 @@ from shoal.errors import printable
 from shoal.llm import SamplingParams
 from shoal.server.errors import ApiError, bad, unsupported
 from shoal.server.options import ServerOptions
-
-NO_GRAMMAR = "the engine cannot bind an answer to a grammar"
 
 TokenId = Annotated[StrictInt, Field(ge=0, le=(1 << 31) - 1)]
 ToolName = Annotated[StrictStr, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
@@ -211,6 +210,45 @@ class ResponseFormat(_Model):
     json_schema: dict[str, Any] | None = None
 
 
+@dataclass
+class Bound:
+    """What the whole of an answer must be, and the parameter that says so."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    calls: frozenset[str] = frozenset()  # of these tools
+    single: bool = False  # one call
+
+
+def schema_of(kind: str, schema: Any) -> dict[str, Any]:
+    if kind == "json_object":
+        return {"type": "object"}
+    if not isinstance(schema, dict):
+        raise bad("response_format", "response_format has no schema")
+    return schema
+
+
+def forced_tools(choice: str | dict[str, Any] | None, names: Sequence[str]) -> frozenset[str]:
+    """The tools of which one must be called. A choice is one of OpenAI's words, or names one tool in either form."""
+    if choice == "required":
+        return frozenset(names)
+    if not isinstance(choice, dict):
+        return frozenset()
+    inner = choice.get("function")
+    name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+    if choice.get("type") != "function" or name not in names:
+        raise bad("tool_choice", "tool_choice names none of the tools")
+    return frozenset([name])
+
+
+def check_calls(bound: Bound | None, tools: Sequence[Any], any_strict: bool) -> None:
+    """What the forms have in common: an answer cannot be bound to a schema and free to call tools."""
+    if any_strict and (bound is None or not bound.calls):
+        raise unsupported("tools", "strict tools need a tool_choice that demands a call: a free answer is not bound")
+    if bound is not None and not bound.calls and tools:
+        raise unsupported(bound.name, f"{bound.name} together with tools is not supported")
+
+
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -235,22 +273,26 @@ class ChatRequest(Sampling):
             raise bad("tools", f"{len(self.tools or ())} tools, expected at most {options.max_tools}")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("top_logprobs", "top_logprobs is set, but logprobs is not")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported(
-                "response_format",
-                f"response_format {self.response_format.type} is not supported: {NO_GRAMMAR}",
-            )
-        if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
-            raise unsupported(
-                "tool_choice",
-                f"tool_choice can be auto or none, a call cannot be promised: {NO_GRAMMAR}",
-            )
         if self.tool_choice is not None and self.tool_choice != "none" and not self.tools:
             raise bad("tool_choice", "tool_choice is set, but tools is not")
-        if any(tool.function.strict for tool in self.tools or ()):
-            raise unsupported("tools", f"strict tools are not supported: {NO_GRAMMAR}")
-        if self.parallel_tool_calls is False and self.tools:
-            raise unsupported("parallel_tool_calls", "parallel_tool_calls false is not supported")
+        check_calls(self.bound(), self.tools or (), any(tool.function.strict for tool in self.tools or ()))
+        if self.parallel_tool_calls is False and self.offered_tools and not self._forced:
+            raise unsupported(
+                "parallel_tool_calls", "parallel_tool_calls false needs a tool_choice that demands a call"
+            )
+
+    @property
+    def _forced(self) -> frozenset[str]:
+        return forced_tools(self.tool_choice, [tool.function.name for tool in self.tools or ()])
+
+    def bound(self) -> Bound | None:
+        """What the answer is bound to."""
+        form = self.response_format
+        if self._forced:
+            return Bound("tool_choice", calls=self._forced, single=self.parallel_tool_calls is False)
+        if form is None or form.type == "text":
+            return None
+        return Bound("response_format", schema=schema_of(form.type, (form.json_schema or {}).get("schema")))
 
     @property
     def max_answer(self) -> int | None:

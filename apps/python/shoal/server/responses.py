@@ -19,7 +19,19 @@ from shoal.server.errors import ApiError, bad, unsupported
 from shoal.server.events import event
 from shoal.server.generation import Generation
 from shoal.server.options import ServerOptions
-from shoal.server.requests import NO_GRAMMAR, Function, FunctionCall, Message, Tool, ToolCall, ToolName, check_model
+from shoal.server.requests import (
+    Bound,
+    Function,
+    FunctionCall,
+    Message,
+    Tool,
+    ToolCall,
+    ToolName,
+    check_calls,
+    check_model,
+    forced_tools,
+    schema_of,
+)
 
 
 class _Model(BaseModel):
@@ -131,14 +143,25 @@ class ResponsesRequest(_Model):
             raise bad("input", f"{len(self.input)} items, expected at most {options.max_messages}")
         if len(self.tools or ()) > options.max_tools:
             raise bad("tools", f"{len(self.tools or ())} tools, expected at most {options.max_tools}")
-        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            raise unsupported("text.format", f"text.format {self.text.format.type} is not supported: {NO_GRAMMAR}")
-        if self.tool_choice == "required" or isinstance(self.tool_choice, dict):
-            raise unsupported("tool_choice", f"tool_choice can be auto or none: {NO_GRAMMAR}")
-        if any(tool.strict for tool in self.tools or ()):
-            raise unsupported("tools", f"strict tools are not supported: {NO_GRAMMAR}")
-        if self.parallel_tool_calls is False and self.tools:
-            raise unsupported("parallel_tool_calls", "parallel_tool_calls false is not supported")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise bad("tool_choice", "tool_choice is set, but tools is not")
+        check_calls(self.bound(), self.tools or (), any(tool.strict for tool in self.tools or ()))
+        if self.parallel_tool_calls is False and self.offered_tools() and not self._forced:
+            raise unsupported(
+                "parallel_tool_calls", "parallel_tool_calls false needs a tool_choice that demands a call"
+            )
+
+    @property
+    def _forced(self) -> frozenset[str]:
+        return forced_tools(self.tool_choice, [tool.name for tool in self.tools or ()])
+
+    def bound(self) -> Bound | None:
+        form = None if self.text is None else self.text.format
+        if self._forced:
+            return Bound("tool_choice", calls=self._forced, single=self.parallel_tool_calls is False)
+        if form is None or form.type == "text":
+            return None
+        return Bound("text.format", schema=schema_of(form.type, form.json_schema))
 
     def conversation(self) -> list[Message]:
         out: list[Message] = []
@@ -302,18 +325,22 @@ class ResponseAnswer:
             "metadata": body.metadata or {},
             "model": self._name,
             "output": [] if empty else [self._item(i, block) for i, block in enumerate(self._blocks.blocks)],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format()},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None if completion is None else self._usage(),
         }
+
+    def _format(self) -> dict[str, Any]:
+        form = None if self._body.text is None else self._body.text.format
+        return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage()

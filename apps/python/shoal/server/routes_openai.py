@@ -28,7 +28,9 @@ async def chat(body: ChatRequest, request: Request, service: TheService) -> Resp
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling(logprobs, body.max_answer)
-    generation, splitters = await begin_chat(request, service, body.messages, tools, variables, params, "messages")
+    generation, splitters = await begin_chat(
+        request, service, body.messages, tools, variables, params, "messages", body.bound()
+    )
     answers = ChatAnswers(service.options.name, service.llm.tokenizer, logprobs is not None, splitters)
     return await respond(request, service, generation, answers, body)
 

@@ -21,7 +21,7 @@ async def messages(body: MessagesRequest, request: Request, service: TheService)
     body.check(service.options)
     conversation, tools = body.conversation(), body.offered_tools()
     generation, (splitter,) = await begin_chat(
-        request, service, conversation, tools, body.variables(), body.sampling(), "messages"
+        request, service, conversation, tools, body.variables(), body.sampling(), "messages", body.bound()
     )
     answer = MessageAnswer(service.options.name, generation, splitter)
     if body.stream:
@@ -42,7 +42,7 @@ async def responses(body: ResponsesRequest, request: Request, service: TheServic
     body.check(service.options)
     conversation, tools = body.conversation(), body.offered_tools()
     generation, (splitter,) = await begin_chat(
-        request, service, conversation, tools, body.variables(), body.sampling(), "input"
+        request, service, conversation, tools, body.variables(), body.sampling(), "input", body.bound()
     )
     answer = ResponseAnswer(service.options.name, body, generation, splitter)
     if body.stream:
