@@ -31,9 +31,8 @@ def check_person(text: str) -> None:
     assert set(person["tags"]) <= {"a", "b"} and 1 <= len(person["tags"]) <= 2
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_keep_to_a_schema(llm: LLM, seed: int) -> None:
-    params = SamplingParams(max_tokens=150, temperature=1.2, seed=seed, json_schema=PERSON, n=2)
+def test_answers_keep_to_a_schema(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=150, temperature=1.2, seed=1, json_schema=PERSON, n=2)
     completions = llm.generate([llm.tokenizer.encode_chat(MESSAGES)], params)
     for completion in completions:
         assert completion.finish_reason == "stop"

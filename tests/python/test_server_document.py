@@ -28,7 +28,7 @@ def test_requests_made_from_the_document() -> None:
         for operation in operations:
 
             @settings(
-                max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+                max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
             )
             @given(case=operation.as_strategy())
             def ask(case: schemathesis.Case) -> None:

@@ -231,8 +231,8 @@ def test_resets(llm: LLM) -> None:
 
         def reset(i: int) -> None:
             body = {
-                "prompt": f"{i} " * (5 + i),
-                "max_tokens": 30,
+                "prompt": f"{i} " * (5 + i % 25),
+                "max_tokens": 20,
                 "ignore_eos": True,
                 "stream": i % 4 != 0,
                 "n": 1 + i % 2,
