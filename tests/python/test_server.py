@@ -6,9 +6,10 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import GOLDEN
 from serving import FakeEngine, Running, error_of, fake_llm, running
 
-from shoal import LLM
+from shoal import LLM, SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 TEXT = "naïve 🚀 text STOP more"
@@ -306,3 +307,14 @@ def test_the_openai_client(server: Running) -> None:
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**{**options, "model": "other"})
+
+
+def test_a_model_without_tokenizer_takes_and_gives_ids() -> None:
+    with LLM(GOLDEN / "models" / "llama", threads=1) as tiny, running(tiny) as server:
+        body = {"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0, "logprobs": 0}
+        tokens = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]
+        (wanted,) = tiny.generate([[1, 2, 3]], SamplingParams(max_tokens=3, temperature=0))
+        assert tokens == [f"token_id:{i}" for i in wanted.token_ids]
+        for path, asked in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"content": "x"})):
+            assert error_of(server.post(path, asked), 400)["code"] == "unsupported"
+        assert error_of(server.chat(), 400)["code"] == "unsupported"
