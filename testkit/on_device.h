@@ -12,10 +12,10 @@
 #include "shoal/cuda/device.h"
 #include "shoal/ops/context.h"
 
-#define SHOAL_NEEDS_DEVICE()                           \
-  if (shoal::cuda::device_count() == 0) {              \
-    GTEST_SKIP() << shoal::cuda::why_no_device();      \
-  }                                                    \
+#define SHOAL_NEEDS_DEVICE()                      \
+  if (shoal::cuda::device_count() == 0) {         \
+    GTEST_SKIP() << shoal::cuda::why_no_device(); \
+  }                                               \
   static_assert(true, "a semicolon follows")
 
 namespace shoal::testkit {

@@ -127,9 +127,9 @@ Event::~Event() { cudaEventDestroy(static_cast<cudaEvent_t>(event_)); }
 
 double seconds_between(const Event& begin, const Event& end) {
   float milliseconds = 0.0f;
-  check_cuda(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(begin.get()),
-                                  static_cast<cudaEvent_t>(end.get())),
-             "reading a time");
+  check_cuda(
+      cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(begin.get()), static_cast<cudaEvent_t>(end.get())),
+      "reading a time");
   return 1e-3 * milliseconds;
 }
 

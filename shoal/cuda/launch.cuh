@@ -37,8 +37,9 @@ template <class Kernel, class... Args>
 void launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, Stream stream, Args... args) {
   constexpr size_t kDefaultShared = 48 << 10;
   if (shared_bytes > kDefaultShared) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-               "asking for shared memory");
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "asking for shared memory");
   }
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -27,8 +27,7 @@ bool is_decode_step(const Batch& batch) {
 
 }  // namespace
 
-DeviceStep::DeviceStep(int device_idx, const Limits& limits)
-    : limits_(limits), device_{DeviceType::kCuda, device_idx} {
+DeviceStep::DeviceStep(int device_idx, const Limits& limits) : limits_(limits), device_{DeviceType::kCuda, device_idx} {
   const Allocator device = cuda::allocator(device_idx);
   const auto array_bytes = static_cast<size_t>(num_ints(limits)) * sizeof(int32_t);
   const auto logit_bytes = static_cast<size_t>(limits.max_logit_rows * limits.vocab_size) * sizeof(float);
@@ -60,9 +59,10 @@ Batch DeviceStep::upload(const Batch& batch, bool is_decode) {
   const int64_t num_seqs = batch.page_table.dim(0);
   const int64_t width = batch.page_table.dim(1);
   const int64_t columns =
-      is_decode ? std::min<int64_t>(static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(width, 1)))),
-                                    limits_.max_pages)
-                : width;
+      is_decode
+          ? std::min<int64_t>(static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(width, 1)))),
+                              limits_.max_pages)
+          : width;
   int32_t* table = host + at;
   for (int64_t i = 0; i < num_seqs; ++i) {
     std::memcpy(table + i * columns, batch.page_table.as<const int32_t>() + i * width,

@@ -100,11 +100,11 @@ int run(int argc, char** argv) {
   const auto start = Clock::now();
   Engine engine(options);
   const EngineInfo& info = engine.info();
-  std::printf("{\"model\": \"%s\", \"device\": \"%s\", \"kv_dtype\": \"%s\", \"weight_bytes\": %lld, \"kv_bytes\": %lld, "
-              "\"load_s\": %.1f, \"max_batch_tokens\": %lld}\n",
-              argv[1], info.device.c_str(), info.kv_dtype.c_str(), static_cast<long long>(info.weight_bytes),
-              static_cast<long long>(info.kv_bytes), seconds_since(start),
-              static_cast<long long>(options.max_batch_tokens));
+  std::printf(
+      "{\"model\": \"%s\", \"device\": \"%s\", \"kv_dtype\": \"%s\", \"weight_bytes\": %lld, \"kv_bytes\": %lld, "
+      "\"load_s\": %.1f, \"max_batch_tokens\": %lld}\n",
+      argv[1], info.device.c_str(), info.kv_dtype.c_str(), static_cast<long long>(info.weight_bytes),
+      static_cast<long long>(info.kv_bytes), seconds_since(start), static_cast<long long>(options.max_batch_tokens));
   std::fflush(stdout);
   for (const int64_t context : contexts) {
     measure(engine, context, 4, 99);
@@ -117,10 +117,11 @@ int run(int argc, char** argv) {
     }
     const double ttft = median(first);
     const double each = median(step);
-    std::printf("{\"context\": %lld, \"ttft_s\": %.4f, \"prefill_tok_s\": %.0f, \"decode_tok_s\": %.1f, "
-                "\"step_ms\": %.3f, \"runs\": %lld}\n",
-                static_cast<long long>(context), ttft, static_cast<double>(context) / ttft, 1.0 / each, 1e3 * each,
-                static_cast<long long>(runs));
+    std::printf(
+        "{\"context\": %lld, \"ttft_s\": %.4f, \"prefill_tok_s\": %.0f, \"decode_tok_s\": %.1f, "
+        "\"step_ms\": %.3f, \"runs\": %lld}\n",
+        static_cast<long long>(context), ttft, static_cast<double>(context) / ttft, 1.0 / each, 1e3 * each,
+        static_cast<long long>(runs));
     std::fflush(stdout);
   }
   return 0;

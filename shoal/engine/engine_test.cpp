@@ -556,7 +556,8 @@ TEST(EngineOptions, AreRejectedByName) {
     change(options);
     return message_of(code, [&] { resolve_options(options, model, {}); });
   };
-  EXPECT_TRUE(message([](auto& o) { o.device = "cuda:999"; }, ErrorCode::kUnsupported).starts_with("device cuda:999: "));
+  EXPECT_TRUE(
+      message([](auto& o) { o.device = "cuda:999"; }, ErrorCode::kUnsupported).starts_with("device cuda:999: "));
   for (const char* device : {"tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1234"}) {
     EXPECT_EQ(message([&](auto& o) { o.device = device; }),
               concat("device must be auto, cpu, cuda or cuda:N, not '", device, "'"));

@@ -37,7 +37,7 @@ struct ModelInfo {
   int64_t vocab_size = 0;     // width of the logits
   int64_t max_positions = 0;  // trained context
   int64_t weight_bytes = 0;   // resident after load
-  Device device{};  // where weights stand and steps run
+  Device device{};            // where weights stand and steps run
   std::vector<KvLayerShape> kv_layers;
   std::vector<StateLayerShape> state_layers;  // of convolutions and recurrences; empty: attention is all
 };

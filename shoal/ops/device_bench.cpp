@@ -211,16 +211,18 @@ void bench_experts(Bench& bench, Format format, int64_t num_experts, int64_t top
     }
     const Tensor a = bench.noise(DType::kF32, {m, k});
     const Tensor out = bench.tensor(DType::kF32, {num_rows, n});
-    bench.report(name, touched / static_cast<double>(num_sets) * expert_bytes + 4.0 * static_cast<double>(m * k + num_rows * n),
-                 2.0 * static_cast<double>(num_rows * n * k), num_sets, [&](int64_t i) {
-                   const Set& set = sets[static_cast<size_t>(i)];
-                   tiled_matmul({.out = out, .a = a, .source = set.source, .tiles = set.tiles, .tile_rows = count.tile_rows},
-                                groups, bench.context());
-                 });
+    bench.report(
+        name, touched / static_cast<double>(num_sets) * expert_bytes + 4.0 * static_cast<double>(m * k + num_rows * n),
+        2.0 * static_cast<double>(num_rows * n * k), num_sets, [&](int64_t i) {
+          const Set& set = sets[static_cast<size_t>(i)];
+          tiled_matmul({.out = out, .a = a, .source = set.source, .tiles = set.tiles, .tile_rows = count.tile_rows},
+                       groups, bench.context());
+        });
   }
 }
 
-void bench_attention(Bench& bench, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t past, int64_t rows) {
+void bench_attention(Bench& bench, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t past,
+                     int64_t rows) {
   const std::string name = "attention bf16 " + std::to_string(num_heads) + "/" + std::to_string(num_kv_heads) + "x" +
                            std::to_string(head_dim) + " " + std::to_string(rows) + " after " + std::to_string(past);
   if (!bench.wants(name)) {
@@ -283,7 +285,8 @@ void bench_norm(Bench& bench, int64_t rows, int64_t hidden) {
 
 void run(const std::string& filter) {
   Bench bench(filter);
-  for (const Format format : {Format::kQ4_K, Format::kQ4_0, Format::kQ8_0, Format::kQ6_K, Format::kGGUF_MXFP4, Format::kBF16}) {
+  for (const Format format :
+       {Format::kQ4_K, Format::kQ4_0, Format::kQ8_0, Format::kQ6_K, Format::kGGUF_MXFP4, Format::kBF16}) {
     bench_matmul(bench, format, 8192, 8192, {1, 8, 16, 32, 4096});
   }
   bench_matmul(bench, Format::kQ4_K, 5120, 2048, {1, 8});

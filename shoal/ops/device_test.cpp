@@ -102,8 +102,7 @@ TEST(DeviceActivation, EveryGate) {
       return part;
     };
     const TensorView device_both = device.copy(both);
-    for (const Gate kind :
-         {Gate::kSilu, Gate::kGeluTanh, Gate::kGelu, Gate::kRelu, Gate::kSigmoid, Gate::kClamped}) {
+    for (const Gate kind : {Gate::kSilu, Gate::kGeluTanh, Gate::kGelu, Gate::kRelu, Gate::kSigmoid, Gate::kClamped}) {
       const Tensor out = poisoned(dtype, {3, 350});
       const Tensor want = poisoned(dtype, {3, 350});
       const auto run = [&](const TensorView& to, const TensorView& from, const OpContext& context) {

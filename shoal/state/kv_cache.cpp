@@ -89,12 +89,11 @@ KvLayer KvCache::layer(size_t layer_idx) const {
   const KvLayerShape& shape = shapes_[layer_idx];
   const auto& [key, value] = layers_[layer_idx];
   KvLayer view;
-  view.key = TensorView(key.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.head_dim},
-                        device_);
+  view.key =
+      TensorView(key.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.head_dim}, device_);
   if (shape.v_head_dim > 0) {
-    view.value =
-        TensorView(value.data(), dtype_of(type_), {num_pages_, page_size_, shape.num_kv_heads, shape.v_head_dim},
-                   device_);
+    view.value = TensorView(value.data(), dtype_of(type_),
+                            {num_pages_, page_size_, shape.num_kv_heads, shape.v_head_dim}, device_);
   }
   if (type_ == KvType::kI8) {
     view.k_scale = scales_[2 * layer_idx];

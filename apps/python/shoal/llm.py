@@ -158,8 +158,8 @@ class Chunk:
 class LLM:
     """A loaded model.
 
-    model: a GGUF file, a Hugging Face folder, or a name ("smollm2"). device: auto, cpu, cuda, cuda:N. kv_dtype: auto, f32,
-    bf16, f16, int8. max_context: tokens of prompt and answer together, 0 for the model's (at most 8192).
+    model: a GGUF file, a Hugging Face folder, or a name ("smollm2"). device: auto, cpu, cuda, cuda:N. kv_dtype: auto,
+    f32, bf16, f16, int8. max_context: tokens of prompt and answer together, 0 for the model's (at most 8192).
     exact: activations in f32 whatever the checkpoint says. max_batch_tokens bounds a step, page_size is that of the KV
     cache, threads 0 means all cores.
     """

@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreads) gated_activation_kernel(T* out, cons
   const int64_t row = blockIdx.y;
   const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (i < p.width) {
-    out[row * p.out_stride + i] = from_float<T>(
-        gated(to_float(gate[row * p.gate_stride + i]), to_float(value[row * p.value_stride + i]), p));
+    out[row * p.out_stride + i] =
+        from_float<T>(gated(to_float(gate[row * p.gate_stride + i]), to_float(value[row * p.value_stride + i]), p));
   }
 }
 
@@ -62,8 +62,9 @@ void softcap(const TensorView& x, float cap, const OpContext& context) {
 
 void gated_activation(const GatedActivationArgs& args, const OpContext& context) {
   constexpr int64_t kMaxRows = 65535;  // of a grid
-  const Params params{args.out.stride(0), args.gate.stride(0), args.value.stride(0), static_cast<int>(args.out.dim(1)),
-                      args.kind,          args.alpha,          args.limit};
+  const Params params{
+      args.out.stride(0), args.gate.stride(0), args.value.stride(0), static_cast<int>(args.out.dim(1)), args.kind,
+      args.alpha,         args.limit};
   if (params.width == 0) {
     return;
   }

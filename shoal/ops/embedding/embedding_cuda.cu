@@ -13,9 +13,9 @@ template <class F>
 constexpr bool kDecodesOnDevice = F::kName.substr(0, 2) != "iq";
 
 template <class F, class T>
-__global__ void __launch_bounds__(kThreads) embedding_kernel(T* out, int64_t out_stride, const int32_t* ids,
-                                                             const std::byte* table, int64_t row_bytes, int64_t n,
-                                                             int num_blocks, float scale) {
+__global__ void __launch_bounds__(kThreads)
+    embedding_kernel(T* out, int64_t out_stride, const int32_t* ids, const std::byte* table, int64_t row_bytes,
+                     int64_t n, int num_blocks, float scale) {
   begin_kernel();
   const int64_t token = blockIdx.x;
   const int32_t id = ids[token];

@@ -461,7 +461,9 @@ GroupedWeights::GroupedWeights(std::vector<MatmulWeight> weights, const OpContex
 }
 
 int64_t GroupedWeights::num_groups() const { return static_cast<int64_t>(impl_->weights.size()); }
-const MatmulWeight& GroupedWeights::weight(int64_t group) const { return impl_->weights.at(static_cast<size_t>(group)); }
+const MatmulWeight& GroupedWeights::weight(int64_t group) const {
+  return impl_->weights.at(static_cast<size_t>(group));
+}
 int64_t GroupedWeights::n() const { return impl_->weights.front().n(); }
 int64_t GroupedWeights::k() const { return impl_->weights.front().k(); }
 

@@ -117,7 +117,7 @@ struct TiledMatmulArgs {
   TensorView source{};  // [m] i32: row of a for a row of out; absent: its own
   TensorView tiles;     // [num_tiles, 4] i32, of sort_rows
   int64_t tile_rows = 0;
-  TensorView bias{};    // [num_groups, n] f32, optional
+  TensorView bias{};  // [num_groups, n] f32, optional
 };
 
 // Tiles for m rows spread over num_groups groups: how many rows each holds, and how many there may be.

@@ -18,9 +18,9 @@ LaunchProduct launch_of(const TileLayout& layout) {
   if (layout.codes == Codes::kF32) {
     return launch_product_f32;
   }
-#define SHOAL_VARIANT(kind, columns, minimum)                                                        \
-  if (layout.codes == Codes::kind && layout.group == columns && layout.has_min == minimum) {         \
-    return launch_product<Codes::kind, columns, minimum>;                                            \
+#define SHOAL_VARIANT(kind, columns, minimum)                                                \
+  if (layout.codes == Codes::kind && layout.group == columns && layout.has_min == minimum) { \
+    return launch_product<Codes::kind, columns, minimum>;                                    \
   }
 #include "shoal/ops/matmul/matmul_cuda_variants.def"
 #undef SHOAL_VARIANT

@@ -54,9 +54,7 @@ struct TileLayout {
   }
   constexpr bool has_scales() const { return codes != Codes::kF32 && codes != Codes::kBF16; }
   constexpr int tile_bytes() const { return kTileRows * kChunk * bits() / 8; }
-  constexpr int scale_tile_bytes() const {
-    return has_scales() ? kTileRows * kChunk / group * (has_min ? 4 : 2) : 0;
-  }
+  constexpr int scale_tile_bytes() const { return has_scales() ? kTileRows * kChunk / group * (has_min ? 4 : 2) : 0; }
 };
 
 // What a kernel reads of one matrix; lies in device memory for groups of them.
@@ -95,9 +93,9 @@ struct DeviceRows {
 // The rows of a grouped product as kernels take them, made on the device by sort_rows (ops/rows): each tile is
 // {group, first row, number of rows, 0}; unused ones have none.
 struct DeviceGroups {
-  const Operand* weights = nullptr;   // [num_groups], of one part
-  const int32_t* source = nullptr;    // [m] row of a that a row reads; null: its own
-  const int32_t* tiles = nullptr;     // [num_tiles, 4]
+  const Operand* weights = nullptr;  // [num_groups], of one part
+  const int32_t* source = nullptr;   // [m] row of a that a row reads; null: its own
+  const int32_t* tiles = nullptr;    // [num_tiles, 4]
   int64_t num_tiles = 0;
   int64_t tile_rows = 0;  // at most, of a tile: 8, 16, 32 or 128
 };

@@ -116,8 +116,8 @@ void launch_to_bf16(__nv_bfloat16* out, const float* a, int64_t a_stride, int64_
   const auto padded = static_cast<int>((k + kChunk - 1) / kChunk * kChunk);
   for (int64_t row = 0; row < num_rows; row += kMaxGridRows) {
     const auto count = static_cast<unsigned>(std::min(kMaxGridRows, num_rows - row));
-    launch(to_bf16_kernel, dim3(blocks_for(padded, 4 * kThreads), count), dim3(kThreads), 0, stream,
-           out + row * padded, a + row * a_stride, a_stride, static_cast<int>(k), padded);
+    launch(to_bf16_kernel, dim3(blocks_for(padded, 4 * kThreads), count), dim3(kThreads), 0, stream, out + row * padded,
+           a + row * a_stride, a_stride, static_cast<int>(k), padded);
   }
 }
 

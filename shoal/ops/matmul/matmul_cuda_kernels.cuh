@@ -153,8 +153,9 @@ __global__ void __launch_bounds__(kSmallWarps* kWarp) matmul_small_kernel(Produc
             } else {
               mma(part, w, b0, b1, __nv_bfloat16{});
               if constexpr (kCodes == Codes::kU8) {
-                const uint32_t high[4] = {regs[slot][0].high_pair(group, 2 * step), regs[slot][1].high_pair(group, 2 * step),
-                                          regs[slot][0].high_pair(group, 2 * step + 1), regs[slot][1].high_pair(group, 2 * step + 1)};
+                const uint32_t high[4] = {
+                    regs[slot][0].high_pair(group, 2 * step), regs[slot][1].high_pair(group, 2 * step),
+                    regs[slot][0].high_pair(group, 2 * step + 1), regs[slot][1].high_pair(group, 2 * step + 1)};
                 mma(part, high, b0, b1, __nv_bfloat16{});
               }
               if constexpr (kNeedsSums) {
@@ -172,7 +173,8 @@ __global__ void __launch_bounds__(kSmallWarps* kWarp) matmul_small_kernel(Produc
             }
           }
           if constexpr (kScaled && kGroup == 32) {
-            add_scaled<ScaleRegs<kGroup, kHasMin>, kHasMin>(acc[t], part, sums, scales[slot], group, Regs::kExcess, offset);
+            add_scaled<ScaleRegs<kGroup, kHasMin>, kHasMin>(acc[t], part, sums, scales[slot], group, Regs::kExcess,
+                                                            offset);
           }
         }
       }
@@ -288,8 +290,9 @@ __global__ void __launch_bounds__(kLargeWarps* kWarp, 2) matmul_large_kernel(Pro
   float acc[2][kTiles][4] = {};
   fetch(0);
   constexpr float kMiddle = static_cast<float>(1 << (kLayout.bits() - 1)) * (kScaled ? 1.0f : 0.0f);
-  const __nv_bfloat162 excess =
-      __float2bfloat162_rn(128.0f + (kHasMin ? kMiddle : kCodes == Codes::kU8 ? 0.0f : offset));
+  const __nv_bfloat162 excess = __float2bfloat162_rn(128.0f + (kHasMin                ? kMiddle
+                                                               : kCodes == Codes::kU8 ? 0.0f
+                                                                                      : offset));
   for (int chunk = 0; chunk < p.num_chunks; ++chunk) {
     fetch(chunk + 1);
     Regs regs[2][2];
@@ -329,8 +332,8 @@ __global__ void __launch_bounds__(kLargeWarps* kWarp, 2) matmul_large_kernel(Pro
                   // code - offset = (low - 128) + (16 high + 2048 - 2048 - offset): both exact, and so is their sum.
                   const uint32_t high = regs[i][half].high_pair(group, 2 * step + j);
                   const __nv_bfloat162 low = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&pair), excess);
-                  const __nv_bfloat162 rest = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&high),
-                                                      __float2bfloat162_rn(2048.0f + offset));
+                  const __nv_bfloat162 rest =
+                      __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&high), __float2bfloat162_rn(2048.0f + offset));
                   const __nv_bfloat162 v = __hmul2(__hadd2(low, rest), scaler.scale);
                   pair = *reinterpret_cast<const uint32_t*>(&v);
                 } else {
@@ -389,10 +392,12 @@ void launch_product(const ProductParams& p, int64_t num_tiles, int64_t tile_rows
     case 8: launch(matmul_small_kernel<kCodes, kGroup, kHasMin, 1>, grid, block, 0, stream, p, zero); return;
     case 16: launch(matmul_small_kernel<kCodes, kGroup, kHasMin, 2>, grid, block, 0, stream, p, zero); return;
     case kMiddleRows:
-      launch(matmul_large_kernel<kCodes, kGroup, kHasMin, kMiddleRows>, large_grid, large_block, shared, stream, p, zero);
+      launch(matmul_large_kernel<kCodes, kGroup, kHasMin, kMiddleRows>, large_grid, large_block, shared, stream, p,
+             zero);
       return;
     default:
-      launch(matmul_large_kernel<kCodes, kGroup, kHasMin, kLargeRows>, large_grid, large_block, shared, stream, p, zero);
+      launch(matmul_large_kernel<kCodes, kGroup, kHasMin, kLargeRows>, large_grid, large_block, shared, stream, p,
+             zero);
       return;
   }
 }

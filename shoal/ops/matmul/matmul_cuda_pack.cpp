@@ -185,9 +185,7 @@ void read_block(const QuantMatrix& m, int64_t row, int64_t first, RowGroup& out)
       mins(min, min);
       return;
     }
-    case Format::kQ6_K:
-      scales(f16(208) * signed_byte(192 + 2 * sub), f16(208) * signed_byte(193 + 2 * sub));
-      return;
+    case Format::kQ6_K: scales(f16(208) * signed_byte(192 + 2 * sub), f16(208) * signed_byte(193 + 2 * sub)); return;
     case Format::kGGUF_MXFP4: {
       const float scale = 2.0f * block::e8m0_halved(block::u8(block));
       scales(scale, scale);

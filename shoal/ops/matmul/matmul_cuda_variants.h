@@ -9,8 +9,9 @@ namespace shoal::cuda {
 using LaunchProduct = void (*)(const ProductParams& params, int64_t num_tiles, int64_t tile_rows, int offset,
                                Stream stream);
 
-#define SHOAL_VARIANT(codes, group, has_min)                                                                         \
-  extern template void launch_product<Codes::codes, group, has_min>(const ProductParams&, int64_t, int64_t, int, Stream);
+#define SHOAL_VARIANT(codes, group, has_min)                                                                     \
+  extern template void launch_product<Codes::codes, group, has_min>(const ProductParams&, int64_t, int64_t, int, \
+                                                                    Stream);
 #include "shoal/ops/matmul/matmul_cuda_variants.def"
 #undef SHOAL_VARIANT
 

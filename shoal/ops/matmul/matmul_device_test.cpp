@@ -76,7 +76,7 @@ Rounded rounded_by(Format format, const MatmulWeight& weight, bool many_rows) {
     case Format::kQ5_K:
     case Format::kQ6_K:
     case Format::kNVFP4:
-    case Format::kINT4: return Rounded::kScales;  // INT4: scale times zero
+    case Format::kINT4: return Rounded::kScales;                                    // INT4: scale times zero
     default: return info(format).is_scaled ? Rounded::kScales : Rounded::kNothing;  // f32 scales become f16
   }
 }
@@ -112,8 +112,9 @@ std::vector<FormatCase> format_cases() {
   for (const Format format : {Format::kF32, Format::kF16, Format::kBF16}) {
     cases.push_back({format, 100});
   }
-  for (const Format format : {Format::kQ4_0, Format::kQ4_1, Format::kQ5_0, Format::kQ5_1, Format::kQ8_0, Format::kIQ4_NL,
-                              Format::kGGUF_MXFP4, Format::kMXFP4, Format::kNVFP4, Format::kFP8_E4M3}) {
+  for (const Format format :
+       {Format::kQ4_0, Format::kQ4_1, Format::kQ5_0, Format::kQ5_1, Format::kQ8_0, Format::kIQ4_NL, Format::kGGUF_MXFP4,
+        Format::kMXFP4, Format::kNVFP4, Format::kFP8_E4M3}) {
     cases.push_back({format, 1440});  // a last chunk of 32 columns
   }
   for (const Format format : {Format::kQ2_K, Format::kQ3_K, Format::kQ4_K, Format::kQ5_K, Format::kQ6_K}) {
@@ -150,8 +151,8 @@ TEST_P(MatmulCuda, MatchesF64) {
            device.context());
     device.fetch();
     for (int64_t i = 0; i < m; ++i) {
-      expect_row(out.span<float>().data() + i * kOutputs, rows.span<float>().data() + i * k, weights.values, kOutputs, k,
-                 has_bias ? bias.span<float>().data() : nullptr, rounded_by(format, prepared, m > 16));
+      expect_row(out.span<float>().data() + i * kOutputs, rows.span<float>().data() + i * k, weights.values, kOutputs,
+                 k, has_bias ? bias.span<float>().data() : nullptr, rounded_by(format, prepared, m > 16));
       if (HasFatalFailure()) {
         return;
       }

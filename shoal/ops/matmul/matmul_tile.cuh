@@ -120,9 +120,7 @@ struct ScaleRegs {
       words[i + 1] = v.y;
     }
   }
-  __device__ float scale(int idx) const {
-    return __half2float(half_of(kHasMin ? 2 * idx : idx));
-  }
+  __device__ float scale(int idx) const { return __half2float(half_of(kHasMin ? 2 * idx : idx)); }
   __device__ float min(int idx) const { return __half2float(half_of(2 * idx + 1)); }
 
  private:

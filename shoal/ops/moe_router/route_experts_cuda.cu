@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_experts_kernel(Params p) 
   }
 }
 
-void run(const TensorView& ids, const TensorView& weights, const TensorView& logits, const TensorView& values,
-         Params p, const OpContext& context) {
+void run(const TensorView& ids, const TensorView& weights, const TensorView& logits, const TensorView& values, Params p,
+         const OpContext& context) {
   require(logits.dim(1) <= kMaxPerLane * kWarp, "route_experts: on CUDA at most ", kMaxPerLane * kWarp,
           " experts, not ", logits.dim(1));
   p.ids = ids.as<int32_t>();

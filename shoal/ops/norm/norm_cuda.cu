@@ -8,10 +8,9 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class T, class W>
-__global__ void __launch_bounds__(kThreads) rms_norm_kernel(T* out, int64_t out_stride, const T* x, int64_t x_stride,
-                                                            const W* weight, const T* residual, int64_t residual_stride,
-                                                            T* residual_out, int64_t residual_out_stride, int hidden,
-                                                            float eps) {
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_kernel(T* out, int64_t out_stride, const T* x, int64_t x_stride, const W* weight, const T* residual,
+                    int64_t residual_stride, T* residual_out, int64_t residual_out_stride, int hidden, float eps) {
   begin_kernel();
   __shared__ float scratch[kWarp];
   const int64_t row = blockIdx.x;
@@ -38,11 +37,10 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(T* out, int64_t out_
 constexpr int kMaxVectors = 8;  // of four values, of a thread: rows of 8,192
 
 // Rows of f32 whose parts of four are aligned: read once, kept in registers.
-__global__ void __launch_bounds__(kThreads) rms_norm_vectors_kernel(float* out, int64_t out_stride, const float* x,
-                                                                    int64_t x_stride, const float* weight,
-                                                                    const float* residual, int64_t residual_stride,
-                                                                    float* residual_out, int64_t residual_out_stride,
-                                                                    int hidden, float eps) {
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_vectors_kernel(float* out, int64_t out_stride, const float* x, int64_t x_stride, const float* weight,
+                            const float* residual, int64_t residual_stride, float* residual_out,
+                            int64_t residual_out_stride, int hidden, float eps) {
   begin_kernel();
   __shared__ float scratch[kWarp];
   const int64_t row = blockIdx.x;

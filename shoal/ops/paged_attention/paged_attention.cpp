@@ -69,8 +69,7 @@ size_t paged_attention_workspace_bytes(const PagedAttentionArgs& args, int num_t
 void paged_attention(const PagedAttentionArgs& args, const OpContext& context) {
   require(context.variant.empty() || context.variant == "cpu" || context.variant == "ref", "paged_attention: variant '",
           printable(context.variant), "' is unknown, expected cpu or ref");
-  const paged::Problem problem =
-      paged::check(args, /*shapes_only=*/false, "paged_attention", /*runs_on_devices=*/true);
+  const paged::Problem problem = paged::check(args, /*shapes_only=*/false, "paged_attention", /*runs_on_devices=*/true);
   if (problem.num_tokens == 0) {
     return;
   }

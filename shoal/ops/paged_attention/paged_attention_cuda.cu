@@ -42,7 +42,9 @@ __device__ void write_cache(const paged::CacheSide& side, std::byte* head, int i
     case Store::kF32: reinterpret_cast<float*>(head)[i] = values[i]; break;
     case Store::kF16: reinterpret_cast<__half*>(head)[i] = __float2half_rn(values[i]); break;
     case Store::kBF16: reinterpret_cast<__nv_bfloat16*>(head)[i] = __float2bfloat16_rn(values[i]); break;
-    case Store::kI8: reinterpret_cast<int8_t*>(head)[i] = static_cast<int8_t>(to_code(scaled(i), -128.0f, 127.0f)); break;
+    case Store::kI8:
+      reinterpret_cast<int8_t*>(head)[i] = static_cast<int8_t>(to_code(scaled(i), -128.0f, 127.0f));
+      break;
     case Store::kF8: reinterpret_cast<uint8_t*>(head)[i] = f32_to_e4m3(scaled(i)); break;
     case Store::kI4:
       if (i % 2 == 0) {
@@ -131,8 +133,7 @@ __global__ void __launch_bounds__(kPrologueWarps* kWarp) paged_attention_prologu
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       }
       const float mean = static_cast<float>(sum / head_dim);
-      const float factor =
-          static_cast<float>(1.0 / sqrt(static_cast<double>(mean) + static_cast<double>(c.epsilon)));
+      const float factor = static_cast<float>(1.0 / sqrt(static_cast<double>(mean) + static_cast<double>(c.epsilon)));
       for (int i = lane; i < head_dim; i += kWarp) {
         const float scaled = __fmul_rn(__fmul_rn(head[i], factor), read_value<T>(weight, 0, i));
         head[i] = to_float(from_float<T>(scaled));
@@ -252,8 +253,8 @@ int num_splits(const paged::Problem& c) {
   const int64_t rows = c.num_tokens * c.group;
   const int64_t units =
       std::max<int64_t>(1, std::max(ceil_div(rows, kUnitRows), std::min(c.num_tokens, c.num_seqs))) * c.num_kv_heads;
-  const int64_t longest = c.window > 0 ? std::min(c.window + c.num_tokens, c.num_columns * c.page_size)
-                                       : c.num_columns * c.page_size;
+  const int64_t longest =
+      c.window > 0 ? std::min(c.window + c.num_tokens, c.num_columns * c.page_size) : c.num_columns * c.page_size;
   const int64_t most = std::max<int64_t>(1, longest / kKeyTile);
   return static_cast<int>(std::clamp<int64_t>(kSplitBlocks / units, 1, std::min<int64_t>(most, kMaxSplits)));
 }
@@ -295,8 +296,8 @@ void attend(const AttentionParams& params, Stream stream) {
 size_t paged_attention_workspace_bytes(const paged::Problem& problem) {
   const Sizes sizes(problem);
   // Fewer tokens may have more splits: rows times splits are no more than either of these.
-  const int64_t rows = std::max({problem.num_tokens * problem.num_heads, kSplitBlocks * kUnitRows,
-                                 kSplitBlocks * problem.group});
+  const int64_t rows =
+      std::max({problem.num_tokens * problem.num_heads, kSplitBlocks * kUnitRows, kSplitBlocks * problem.group});
   const auto partial = static_cast<size_t>(rows);
   return Workspace::bytes_for<uint16_t>(sizes.query) +
          Workspace::bytes_for<float>(partial * static_cast<size_t>(padded_dim(problem.head_dim))) +
@@ -325,8 +326,8 @@ void paged_attention(const paged::Problem& problem, const OpContext& context) {
   p.partial = context.workspace->take<float2>(sizes.partial).data();
 
   // The tensor cores take f16 where that holds everything: no bf16 or f32 anywhere.
-  const bool is_half = problem.type == DType::kF16 && problem.k_cache.store != Store::kBF16 &&
-                       problem.v_cache.store != Store::kBF16;
+  const bool is_half =
+      problem.type == DType::kF16 && problem.k_cache.store != Store::kBF16 && problem.v_cache.store != Store::kBF16;
   visit_float(problem.type, [&](auto type) {
     using T = decltype(type);
     // Few tokens: a block for every four heads; many: a block loops over them.

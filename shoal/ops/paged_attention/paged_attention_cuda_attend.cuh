@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
       }
     }
   };
-  const int own_key = threadIdx.x;  // of the first 64 threads
+  const int own_key = threadIdx.x;           // of the first 64 threads
   const auto page_at = [&](int key_begin) {  // -1: none
     const int key = key_begin + own_key;
     return own_key < kKeyTile && key >= unit.first_key && key < unit.key_end
@@ -416,8 +416,8 @@ void launch_attend(const AttentionParams& p, Stream stream) {
   // Few rows a sequence: decoded or verified tokens.
   const bool is_narrow = c.num_tokens * c.group <= 16 * c.num_seqs;
   const int rows = is_narrow ? 16 : 64;
-  const int64_t units = std::min(c.num_tokens * c.group / rows + std::min(c.num_tokens, c.num_seqs),
-                                 c.num_tokens * c.group);
+  const int64_t units =
+      std::min(c.num_tokens * c.group / rows + std::min(c.num_tokens, c.num_seqs), c.num_tokens * c.group);
   const dim3 grid(static_cast<unsigned>(units), static_cast<unsigned>(c.num_kv_heads),
                   static_cast<unsigned>(p.num_splits));
   const dim3 block(kAttendWarps * kWarp);

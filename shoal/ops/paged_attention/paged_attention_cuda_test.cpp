@@ -79,8 +79,13 @@ std::vector<Case> long_cases() {
   add("prefill_long", bf16({.num_heads = 4, .num_kv_heads = 1, .head_dim = 128, .past = {511}, .lens = {700}}));
   add("prefill_window",
       bf16({.num_heads = 4, .num_kv_heads = 2, .past = {900}, .lens = {300}, .window = 128, .unmap_below = true}));
-  add("decode_window", bf16({.num_heads = 4, .num_kv_heads = 2, .past = {2900}, .lens = {1}, .window = 512,
-                             .sink = true, .unmap_below = true}));
+  add("decode_window", bf16({.num_heads = 4,
+                             .num_kv_heads = 2,
+                             .past = {2900},
+                             .lens = {1},
+                             .window = 512,
+                             .sink = true,
+                             .unmap_below = true}));
   return cases;
 }
 

@@ -63,7 +63,8 @@ void sort_rows(const SortRowsArgs& args, const OpContext& context) {
   match.tensor("row_begin", args.row_begin).type(DType::kI32).shape({args.num_experts + 1}).contiguous().device(device);
   if (on_cuda(args.expert_ids)) {
     match.tensor("tiles", args.tiles).type(DType::kI32).rank(2).contiguous().device(device);
-    require(args.tiles.dim(1) == 4 && args.tile_rows > 0, "sort_rows: tiles must be [num_tiles, 4], tile_rows positive");
+    require(args.tiles.dim(1) == 4 && args.tile_rows > 0,
+            "sort_rows: tiles must be [num_tiles, 4], tile_rows positive");
     SHOAL_ON_CUDA("sort_rows", sort_rows(args, context));
     return;
   }

@@ -22,9 +22,9 @@ void gather_rows(const GatherRowsArgs& args, const OpContext& context);
 
 // The (token, choice) pairs in the order of their experts; within one expert in their own.
 struct SortRowsArgs {
-  TensorView row_of;      // [num_tokens, top_k] i32: place of a pair in that order
-  TensorView source;      // [num_tokens * top_k] i32: token of the pair at a place
-  TensorView row_begin;   // [num_experts + 1] i32: first place of each expert
+  TensorView row_of;     // [num_tokens, top_k] i32: place of a pair in that order
+  TensorView source;     // [num_tokens * top_k] i32: token of the pair at a place
+  TensorView row_begin;  // [num_experts + 1] i32: first place of each expert
   // CUDA only: the places as tiles of at most tile_rows of one expert, {expert, first place, count, 0}; those that are
   // not needed have count 0.
   TensorView tiles{};     // [num_tiles, 4] i32

@@ -10,9 +10,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxExperts = 1024;
 
-__global__ void __launch_bounds__(kThreads) gather_rows_kernel(float* out, int64_t out_stride, const float* x,
-                                                               int64_t x_stride, const int32_t* rows, int64_t num_tokens,
-                                                               int width) {
+__global__ void __launch_bounds__(kThreads)
+    gather_rows_kernel(float* out, int64_t out_stride, const float* x, int64_t x_stride, const int32_t* rows,
+                       int64_t num_tokens, int width) {
   begin_kernel();
   const int64_t i = blockIdx.x;
   const int32_t row = rows[i];
@@ -25,10 +25,9 @@ __global__ void __launch_bounds__(kThreads) gather_rows_kernel(float* out, int64
 constexpr int kFewRows = 256;
 
 // Few rows: everything in one block, a thread an expert. Same result as the three kernels below.
-__global__ void __launch_bounds__(kMaxExperts) sort_few_rows_kernel(int32_t* row_of, int32_t* source, int32_t* row_begin,
-                                                                    int4* tiles, int num_tiles, int num_experts,
-                                                                    int tile_rows, const int32_t* experts, int count,
-                                                                    int top_k) {
+__global__ void __launch_bounds__(kMaxExperts)
+    sort_few_rows_kernel(int32_t* row_of, int32_t* source, int32_t* row_begin, int4* tiles, int num_tiles,
+                         int num_experts, int tile_rows, const int32_t* experts, int count, int top_k) {
   begin_kernel();
   __shared__ int32_t ids[kFewRows];
   __shared__ int2 warp_totals[kWarp];
@@ -109,8 +108,8 @@ __global__ void count_rows_kernel(int32_t* counts, const int32_t* experts, int c
 }
 
 // One block: counts become begins, and the tiles are laid out expert after expert.
-__global__ void __launch_bounds__(kMaxExperts) lay_out_kernel(int32_t* row_begin, int4* tiles, int num_tiles,
-                                                              int num_experts, int tile_rows) {
+__global__ void __launch_bounds__(kMaxExperts)
+    lay_out_kernel(int32_t* row_begin, int4* tiles, int num_tiles, int num_experts, int tile_rows) {
   begin_kernel();
   __shared__ int rows[kMaxExperts];
   __shared__ int needed[kMaxExperts];
@@ -168,9 +167,9 @@ __global__ void place_rows_kernel(int32_t* row_of, int32_t* source, const int32_
   }
 }
 
-__global__ void __launch_bounds__(kThreads) combine_rows_kernel(float* out, int64_t out_stride, const float* rows,
-                                                                int64_t rows_stride, const int32_t* row_of,
-                                                                const float* weights, int top_k, int width) {
+__global__ void __launch_bounds__(kThreads)
+    combine_rows_kernel(float* out, int64_t out_stride, const float* rows, int64_t rows_stride, const int32_t* row_of,
+                        const float* weights, int top_k, int width) {
   begin_kernel();
   const int64_t token = blockIdx.y;
   const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);

@@ -54,9 +54,8 @@ TEST(GatherRows, TakesThemInOrder) {
     }
   }
   const Tensor wrong = integers({7}, {1});
-  testkit::expect_error(ErrorCode::kInvalidArgument, "rows[0] is 7, outside [0, 7)", [&] {
-    gather_rows({.out = poisoned(1, 5), .x = x, .rows = wrong}, host_context());
-  });
+  testkit::expect_error(ErrorCode::kInvalidArgument, "rows[0] is 7, outside [0, 7)",
+                        [&] { gather_rows({.out = poisoned(1, 5), .x = x, .rows = wrong}, host_context()); });
 }
 
 TEST(SortRows, GroupsByExpertAndKeepsOrder) {
@@ -128,21 +127,25 @@ TEST(RowsCuda, MatchTheCpu) {
                          int64_t num_rows) {
     const Tensor expected = random_matrix(num_rows, kWidth, 9);
     const Tensor actual = random_matrix(num_rows, kWidth, 9);
-    run(expected, [](TensorView view) { return view; }, host_context());
-    run(device.copy(actual), [&](TensorView view) { return device.copy(view); }, device.context());
+    run(
+        expected, [](TensorView view) { return view; }, host_context());
+    run(
+        device.copy(actual), [&](TensorView view) { return device.copy(view); }, device.context());
     device.fetch();
     const auto result = testkit::compare(actual.span<float>(), expected.span<float>(), 1e-6, 1e-6);
     EXPECT_TRUE(result.ok) << result.text;
   };
-  check([&](const TensorView& out, const auto& at, const OpContext& context) {
-    gather_rows({.out = out, .x = at(x), .rows = at(rows)}, context);
-  }, kTokens);
-  check([&](const TensorView& out, const auto& at, const OpContext& context) {
-    combine_rows({.out = out, .rows = at(x), .row_of = at(row_of), .weights = at(weights)}, context);
-  }, kTokens / 2);
-  check([&](const TensorView& out, const auto& at, const OpContext& context) {
-    add_gated_rows({.out = out, .rows = at(x), .gates = at(gates)}, context);
-  }, kTokens);
+  check([&](const TensorView& out, const auto& at,
+            const OpContext& context) { gather_rows({.out = out, .x = at(x), .rows = at(rows)}, context); },
+        kTokens);
+  check(
+      [&](const TensorView& out, const auto& at, const OpContext& context) {
+        combine_rows({.out = out, .rows = at(x), .row_of = at(row_of), .weights = at(weights)}, context);
+      },
+      kTokens / 2);
+  check([&](const TensorView& out, const auto& at,
+            const OpContext& context) { add_gated_rows({.out = out, .rows = at(x), .gates = at(gates)}, context); },
+        kTokens);
 }
 
 }  // namespace
