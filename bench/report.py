@@ -113,14 +113,50 @@ def first_run(result: dict) -> str:
     )
 
 
-SECTIONS = {"first_run": first_run, "ops_peers": ops_peers, "peers_cpu": peers_cpu, "parity": parity}
+def device(result: dict) -> str:
+    lines = [
+        f"## {result['gpu']}",
+        "",
+        f"{result['date']}, commit {result['commit']}, driver {result['driver']}, CUDA {result['cuda']}, clocks as "
+        f"found (SM up to {result['sm_mhz']} MHz under load). {result['tests_passed']} tests of the CUDA paths passed; "
+        f"compute-sanitizer on a part of them: {result['sanitizers']}.",
+        "",
+        "Models with random weights (`engine_bench`, batch 1, greedy, bf16 KV cache, medians), chunks of "
+        f"{result['max_batch_tokens']} tokens:",
+        "",
+        "| model | weights | context | first token, s | prefill tok/s | decode tok/s | step, ms |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for model in result["models"]:
+        for row in model["contexts"]:
+            lines.append(
+                f"| {model['name']} | {model['weight_bytes'] / 1e9:.1f} GB | {row['context']} | {row['ttft_s']:.3f} | "
+                f"{row['prefill_tok_s']:.0f} | {row['decode_tok_s']:.0f} | {row['step_ms']:.2f} |"
+            )
+    lines += [
+        "",
+        f"Operators (`device_bench`, L2 cold, medians; a copy reached {result['copy_gb_s']} GB/s in the same run, "
+        f"dense bf16 products of cuBLAS about {result['bf16_tflop_s']} TFLOP/s in an earlier one):",
+        "",
+        "| case | time, us | GB/s | of the copy | TFLOP/s | of bf16 |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["operators"]:
+        lines.append(
+            f"| {row['case']} | {row['us']:.1f} | {row['gb_s']:.0f} | {100 * row['share_of_copy']:.0f} % | "
+            f"{row['tflop_s']:.1f} | {100 * row['tflop_s'] / result['bf16_tflop_s']:.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+SECTIONS = {"device": device, "first_run": first_run, "ops_peers": ops_peers, "peers_cpu": peers_cpu, "parity": parity}
 
 
 def document() -> str:
     newest: dict[tuple[str, str], tuple[str, dict]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
-        key = (result["kind"], result.get("processor", "") + result["model"])
+        key = (result["kind"], result.get("processor", "") + result.get("model", result.get("gpu", "")))
         if key not in newest or result["date"] >= newest[key][1]["date"]:
             newest[key] = (path.name, result)
     parts = [HEADER]

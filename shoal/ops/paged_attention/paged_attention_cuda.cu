@@ -243,6 +243,39 @@ __global__ void __launch_bounds__(kCombineThreads) paged_attention_combine_kerne
   }
 }
 
+// The same where there is one split: a warp a row.
+template <class T>
+__global__ void __launch_bounds__(kCombineThreads) paged_attention_finish_kernel(AttentionParams p) {
+  begin_kernel();
+  const paged::Problem& c = p.call;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kCombineThreads / kWarp) + threadIdx.x / kWarp;
+  if (row >= c.num_tokens * c.num_heads) {
+    return;
+  }
+  const int64_t token = row / c.num_heads;
+  const int64_t head = row % c.num_heads;
+  const float2 part = p.partial[row];
+  const bool is_empty = part.x <= paged::kEmpty;
+  float largest = part.x;
+  float sink = 0.0f;
+  if (c.sink.data != nullptr && !is_empty) {
+    const float logit = read_value<T>(c.sink, 0, head);
+    largest = fmaxf(largest, logit);
+    sink = expf(logit - largest);
+  }
+  const float weight = is_empty ? 0.0f : expf(part.x - largest);
+  const float share = is_empty ? 0.0f : weight / (weight * part.y + sink);
+  T* out = reinterpret_cast<T*>(c.output + token * c.output_stride) + head * c.v_head_dim;
+  for (int i = lane; i < c.v_head_dim; i += kWarp) {
+    float value = is_empty ? 0.0f : share * p.partial_out[row * p.padded_dim + i];
+    if (p.v_scale != nullptr) {
+      value *= p.v_scale[p.v_scale_is_one ? 0 : head / c.group * c.head_dim + i];
+    }
+    out[i] = from_float<T>(value);
+  }
+}
+
 int padded_dim(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
 constexpr int64_t kSplitBlocks = 2 * 132;  // what splits are to fill: two blocks an SM of an H200
@@ -343,8 +376,14 @@ void paged_attention(const paged::Problem& problem, const OpContext& context) {
       launch(paged_attention_prologue_kernel<T, __nv_bfloat16>, grid, block, 0, context.stream, p);
       attend<__nv_bfloat16>(p, context.stream);
     }
-    launch(paged_attention_combine_kernel<T>, dim3(static_cast<unsigned>(problem.num_tokens * problem.num_heads)),
-           dim3(kCombineThreads), 0, context.stream, p);
+    const int64_t num_rows = problem.num_tokens * problem.num_heads;
+    if (p.num_splits == 1) {
+      launch(paged_attention_finish_kernel<T>, dim3(blocks_for(num_rows, kCombineThreads / kWarp)),
+             dim3(kCombineThreads), 0, context.stream, p);
+    } else {
+      launch(paged_attention_combine_kernel<T>, dim3(static_cast<unsigned>(num_rows)), dim3(kCombineThreads), 0,
+             context.stream, p);
+    }
   });
 }
 
