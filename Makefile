@@ -1,5 +1,5 @@
 # demo: fetch the default model and answer.  test: everything.  See CONTRIBUTING.md.
-.PHONY: demo build test test-sanitizers fuzz bench format lint lock clean
+.PHONY: demo build test test-sanitizers fuzz bench gpu-check format lint lock clean
 
 CHANGED ?= HEAD
 CPP := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' 2>/dev/null)
@@ -29,6 +29,13 @@ fuzz:
 bench:
 	@scripts/build
 	@.venv/bin/shoal bench smollm2
+
+# On a machine with a GPU: builds the CUDA kernels, tests and measures them; writes bench/results and docs/performance.md.
+gpu-check:
+	@scripts/setup --tests
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --preset release -B build/cuda -DSHOAL_CUDA=ON
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" cmake --build build/cuda
+	@.venv/bin/python bench/gpu_check.py && .venv/bin/python bench/report.py
 
 format:
 	@scripts/setup
