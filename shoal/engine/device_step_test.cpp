@@ -141,6 +141,9 @@ TEST(DeviceRefusals, WhatHasNoPathYet) {
       EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
       EXPECT_NE(std::string(error.what()).find("CUDA"), std::string::npos) << error.what();
     }
+    EngineOptions anywhere = options_of(model, "auto");
+    anywhere.exact = false;
+    EXPECT_EQ(Engine(anywhere).info().device, "cpu") << model;
   }
 }
 

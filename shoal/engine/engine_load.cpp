@@ -18,7 +18,18 @@ Engine::Engine(const EngineOptions& options) {
   load.exact = options.exact;
   load.max_positions = options.max_context > 0 ? options.max_context : kDefaultMaxContext;
   load.progress = options.load_progress;
-  std::unique_ptr<Model> model = load_model(options.model, load, context);
+  std::unique_ptr<Model> model;
+  try {
+    model = load_model(options.model, load, context);
+  } catch (const Error& error) {
+    // auto means the fastest that can run it: where the device has no path for the model, that is the CPU.
+    if (options.device != "auto" || context.device.type == DeviceType::kCpu ||
+        error.code() != ErrorCode::kUnsupported) {
+      throw;
+    }
+    context.device = {};
+    model = load_model(options.model, load, context);
+  }
   impl_ = std::make_unique<Impl>(options, std::move(model), std::move(threads));
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "shoal/base/float_bits.h"
 #include "shoal/base/text.h"
 #include "shoal/cuda/device.h"
 
@@ -55,6 +56,18 @@ Tensor Loader::place(Tensor values) const {
 void Loader::place(LoadedMatrix& table) const {
   if (context_.device.type == DeviceType::kCpu) {
     return;
+  }
+  const QuantMatrix& matrix = table.matrix;
+  Tensor decoded;
+  if (info(matrix.format).name.starts_with("iq")) {
+    decoded = Tensor(DType::kBF16, {matrix.n, matrix.k});
+    std::vector<float> values(static_cast<size_t>(matrix.k));
+    for (int64_t row = 0; row < matrix.n; ++row) {
+      decode_rows(matrix, row, row + 1, values.data());
+      std::ranges::transform(values, decoded.span<uint16_t>().data() + row * matrix.k, f32_to_bf16);
+    }
+    table.matrix = {
+        .format = Format::kBF16, .n = matrix.n, .k = matrix.k, .codes = decoded.view().as<const std::byte>()};
   }
   const auto num_bytes = static_cast<size_t>(table.matrix.num_bytes());
   auto bytes = std::make_shared<AlignedBuffer>(num_bytes, cuda::allocator(context_.device.index));

@@ -50,7 +50,8 @@ class Loader {
 
   // The values in memory of the context's device.
   Tensor place(Tensor values) const;
-  // A table whose rows are looked up, likewise; what it reads stays alive with `owner`.
+  // A table whose rows are looked up, likewise; what it reads stays alive with `owner`. The iq formats, which no kernel
+  // decodes, become bf16.
   void place(LoadedMatrix& table) const;
 
   // "<stem>.weight", or what the checkpoint's scheme has in its place.
