@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -324,7 +325,7 @@ def test_bench(smollm2_path: Path) -> None:
     rows = json.loads(shoal(*arguments, "-o", "json").stdout)["results"]
     assert [r["context"] for r in rows] == [16, 32] and all(r["decode_tok_s"] > 0 for r in rows)
     table = shoal(*arguments).stdout
-    assert "weights         126.7 MB" in table and "| context |" in table
+    assert re.search(r"weights +12[67]\.\d MB", table) and "| context |" in table  # padding differs by instruction set
     lines = shoal(*arguments, "-o", "csv").stdout.splitlines()
     assert lines[0].startswith("context,ttft_s,") and len(lines) == 3
 
