@@ -2,19 +2,29 @@
 // 2023): running maximum and sum, K and V of 64 keys at a time in shared memory, the next ones on their way.
 //
 // A row is a (token, query head); the heads of one KV head and their tokens are packed, so that a decoded token's heads
-// share what is read. Two shapes:
-//   wide     64 rows, 16 a warp; all warps see every key
-//   narrow   16 rows; every warp takes 16 of the 64 keys and the four merge at the end
+// share what is read. Three shapes:
+//   kNarrow  16 rows; every warp takes 16 of the 64 keys and the four merge at the end
+//   kMiddle  64 rows, 16 a warp; all warps see every key
+//   kWide    128 rows, 32 a warp, so that what a warp reads from shared memory serves twice as many; the query stands
+//            there too
 //
 // Codes of quantised caches are multiplied as they are, as small numbers of E: the query carries K's scale, the combine
 // kernel applies V's.
 #pragma once
+
+#include <algorithm>
 
 #include "shoal/base/float_bits.h"
 #include "shoal/cuda/mma.cuh"
 #include "shoal/ops/paged_attention/paged_attention_cuda_params.cuh"
 
 namespace shoal::cuda {
+
+enum class AttendShape : uint8_t { kNarrow, kMiddle, kWide };
+
+constexpr int rows_of(AttendShape shape) {
+  return shape == AttendShape::kNarrow ? 16 : shape == AttendShape::kMiddle ? 64 : 128;
+}
 
 template <class E, int kDim>
 struct AttendShared {
@@ -24,9 +34,10 @@ struct AttendShared {
   uint8_t admitted[2][kKeyTile];  // page mapped and inside the range
 };
 
-// Element offset of 16 bytes (piece) of a key's row; pieces are permuted by the row against bank conflicts.
+// Element offset of 16 bytes (piece) of a key's row; pieces are permuted by the row against bank conflicts. Unsigned: the
+// remainder of a signed row costs more instructions than the copy that it places.
 template <int kDim>
-__device__ inline int piece_offset(int row, int piece) {
+__device__ inline unsigned piece_offset(unsigned row, unsigned piece) {
   return row * kDim + (piece ^ (row % 8)) * 8;
 }
 
@@ -123,20 +134,25 @@ __device__ inline bool find_unit(const AttentionParams& p, AttendUnit& unit) {
   return true;
 }
 
-template <class E, int kDim, bool kNarrow>
-__global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_kernel(AttentionParams p) {
+template <class E, int kDim, AttendShape kShape>
+__global__ void __launch_bounds__(kAttendWarps* kWarp, kDim > 128 ? 1 : 2)
+    paged_attention_attend_kernel(AttentionParams p) {
   begin_kernel();
-  constexpr int kRows = kNarrow ? 16 : 64;
-  constexpr int kKeys = kNarrow ? kKeyTile / kAttendWarps : kKeyTile;  // of a warp
+  constexpr bool kIsNarrow = kShape == AttendShape::kNarrow;
+  constexpr bool kIsWide = kShape == AttendShape::kWide;
+  constexpr int kRows = rows_of(kShape);
+  constexpr int kBlocks = kIsWide ? 2 : 1;                                                        // of 16 rows, a warp
+  constexpr int kKeys = kIsNarrow ? kKeyTile / kAttendWarps : kIsWide ? kKeyTile / 2 : kKeyTile;  // of a warp at a time
   constexpr int kDimSteps = kDim / 16;
   constexpr float kLog2e = 1.44269504088896341f;
   using Shared = AttendShared<E, kDim>;
   extern __shared__ __align__(128) std::byte memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  E* shared_query = reinterpret_cast<E*>(memory + sizeof(Shared));  // kWide: [128, kDim], pieces permuted
   const paged::Problem& c = p.call;
   const int group = static_cast<int>(c.group);
-  const int lane = threadIdx.x % kWarp;
-  const int warp = threadIdx.x / kWarp;
+  const unsigned lane = threadIdx.x % kWarp;
+  const unsigned warp = threadIdx.x / kWarp;
   const int kv_head = blockIdx.y;
   AttendUnit unit;
   if (!find_unit<kRows>(p, unit)) {
@@ -144,26 +160,38 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
   }
 
   // Row r of the unit: token and head.
-  const int warp_row = kNarrow ? 0 : 16 * warp;
-  int position[2];
-  int64_t row_idx[2];  // token * num_heads + head
-  bool has_row[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = warp_row + lane / 4 + 8 * half;
+  const int warp_row = kIsNarrow ? 0 : 16 * kBlocks * warp;
+  const auto query_row = [&](int r) {  // token * num_heads + head; the last row where there is none
     const int row = unit.row_begin + min(r, unit.num_rows - 1);
-    has_row[half] = r < unit.num_rows;
-    position[half] = unit.seq.past + row / group;
-    row_idx[half] = static_cast<int64_t>(unit.seq.begin + row / group) * c.num_heads + kv_head * group + row % group;
-  }
-  uint32_t query[kDimSteps][4];
+    return static_cast<int64_t>(unit.seq.begin + row / group) * c.num_heads + kv_head * group + row % group;
+  };
+  int position[kBlocks][2];
 #pragma unroll
-  for (int i = 0; i < kDimSteps; ++i) {
+  for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto* from = reinterpret_cast<const uint32_t*>(static_cast<const E*>(p.query) + row_idx[half] * kDim);
-      query[i][half] = from[8 * i + lane % 4];
-      query[i][half + 2] = from[8 * i + 4 + lane % 4];
+      const int r = warp_row + 16 * m + lane / 4 + 8 * half;
+      position[m][half] = unit.seq.past + (unit.row_begin + min(r, unit.num_rows - 1)) / group;
+    }
+  }
+  uint32_t query[kIsWide ? 1 : kDimSteps][4];
+  if constexpr (kIsWide) {
+    for (int i = threadIdx.x; i < kRows * (kDim / 8); i += blockDim.x) {
+      const int r = i / (kDim / 8);
+      const int piece = i % (kDim / 8);
+      copy_async(shared_address(shared_query + piece_offset<kDim>(r, piece)),
+                 static_cast<const E*>(p.query) + query_row(r) * kDim + 8 * piece, true);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kDimSteps; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto* from = reinterpret_cast<const uint32_t*>(static_cast<const E*>(p.query) +
+                                                             query_row(warp_row + lane / 4 + 8 * half) * kDim);
+        query[i][half] = from[8 * i + lane % 4];
+        query[i][half + 2] = from[8 * i + 4 + lane % 4];
+      }
     }
   }
 
@@ -231,9 +259,14 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
   const int all_end = c.is_causal ? first_pos + 1 : unit.key_end;
   const float scale_log2 = c.scale * kLog2e;
 
-  float out[kDim / 8][4] = {};
-  float largest[2] = {paged::kEmpty, paged::kEmpty};
-  float sum[2] = {0.0f, 0.0f};
+  float out[kBlocks][kDim / 8][4] = {};
+  float largest[kBlocks][2];
+  float sum[kBlocks][2];
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+    largest[m][0] = largest[m][1] = paged::kEmpty;
+    sum[m][0] = sum[m][1] = 0.0f;
+  }
   int stage = 0;
   fetch(unit.key_begin, 0);
   __syncthreads();  // its slots are read: the loop may write the next ones
@@ -245,97 +278,124 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
     const bool is_plain = __syncthreads_and(stage == 0 ? is_admitted_0 : is_admitted_1) != 0 &&
                           key_begin >= all_begin && key_begin + kKeyTile <= min(all_end, unit.key_end) &&
                           c.softcap == 0.0f;
-    const int warp_key = kNarrow ? kKeys * warp : 0;
+    const bool is_whole = key_begin + kKeyTile <= unit.key_end;
     const uint32_t key_base = shared_address(shared.key[stage]);
     const uint32_t value_base = shared_address(shared.value[stage]);
-
-    float scores[kKeys / 8][4] = {};
+    const uint32_t query_base = shared_address(shared_query);
 #pragma unroll
-    for (int i = 0; i < kDimSteps; ++i) {
+    for (int part = 0; part < (kIsWide ? 2 : 1); ++part) {
+      const int warp_key = kIsNarrow ? kKeys * warp : kKeys * part;
+      float scores[kBlocks][kKeys / 8][4] = {};
+#pragma unroll
+      for (int i = 0; i < kDimSteps; ++i) {
+        uint32_t q[kBlocks][4];
+        if constexpr (kIsWide) {
+#pragma unroll
+          for (int m = 0; m < kBlocks; ++m) {
+            const int row = warp_row + 16 * m + lane / 8 % 2 * 8 + lane % 8;
+            ldmatrix(q[m], query_base + 2 * piece_offset<kDim>(row, 2 * i + lane / 16));
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kKeys / 16; ++n) {
+          uint32_t k[4];
+          const int row = warp_key + 16 * n + lane / 16 * 8 + lane % 8;
+          ldmatrix(k, key_base + 2 * piece_offset<kDim>(row, 2 * i + lane / 8 % 2));
+#pragma unroll
+          for (int m = 0; m < kBlocks; ++m) {
+            mma(scores[m][2 * n], kIsWide ? q[m] : query[kIsWide ? 0 : i], k[0], k[1], E{});
+            mma(scores[m][2 * n + 1], kIsWide ? q[m] : query[kIsWide ? 0 : i], k[2], k[3], E{});
+          }
+        }
+      }
+
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        // Scores in units of log 2; masked, unless every row admits every key.
+        if (is_plain) {
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              scores[m][n][i] *= scale_log2;
+            }
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int key_idx = warp_key + 8 * n + lane % 4 * 2 + i % 2;
+              const int key = key_begin + key_idx;
+              const int pos = position[m][i / 2];
+              float x = scores[m][n][i] * c.scale;
+              if (c.softcap > 0.0f) {
+                x = c.softcap * tanhf(x / c.softcap);
+              }
+              const bool in_range = (is_whole || key < unit.key_end) && (!c.is_causal || key <= pos) &&
+                                    (c.window == 0 || key > pos - static_cast<int>(c.window));
+              scores[m][n][i] = in_range && shared.admitted[stage][key_idx] != 0 ? x * kLog2e : paged::kEmpty;
+            }
+          }
+        }
+        float shrink[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float tile_largest = paged::kEmpty;
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+            tile_largest = fmaxf(tile_largest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+          }
+          tile_largest = fmaxf(tile_largest, __shfl_xor_sync(0xffffffffu, tile_largest, 1));
+          tile_largest = fmaxf(tile_largest, __shfl_xor_sync(0xffffffffu, tile_largest, 2));
+          const float next = fmaxf(largest[m][half], tile_largest);
+          shrink[half] = fast_exp2(largest[m][half] - next);
+          largest[m][half] = next;
+          sum[m][half] *= shrink[half];
+        }
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float x = scores[m][n][i];
+            const float weight = is_plain || x > paged::kEmpty ? fast_exp2(x - largest[m][i / 2]) : 0.0f;
+            scores[m][n][i] = weight;
+            sum[m][i / 2] += weight;
+          }
+        }
+        if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {  // maxima move seldom after a while
+#pragma unroll
+          for (int d = 0; d < kDim / 8; ++d) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              out[m][d][i] *= shrink[i / 2];
+            }
+          }
+        }
+      }
+
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t k[4];
-        const int row = warp_key + 16 * n + lane / 16 * 8 + lane % 8;
-        ldmatrix(k, key_base + 2 * piece_offset<kDim>(row, 2 * i + lane / 8 % 2));
-        mma(scores[2 * n], query[i], k[0], k[1], E{});
-        mma(scores[2 * n + 1], query[i], k[2], k[3], E{});
-      }
-    }
-
-    // Scores in units of log 2; masked, unless every row admits every key.
-    if (is_plain) {
+        uint32_t weights[kBlocks][4];
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[n][i] *= scale_log2;
+        for (int m = 0; m < kBlocks; ++m) {
+          const auto& w = scores[m];
+          weights[m][0] = pack(w[2 * n][0], w[2 * n][1], E{});
+          weights[m][1] = pack(w[2 * n][2], w[2 * n][3], E{});
+          weights[m][2] = pack(w[2 * n + 1][0], w[2 * n + 1][1], E{});
+          weights[m][3] = pack(w[2 * n + 1][2], w[2 * n + 1][3], E{});
         }
-      }
-    } else {
-      const bool is_whole = key_begin + kKeyTile <= unit.key_end;
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
+        for (int d = 0; d < kDim / 16; ++d) {
+          uint32_t v[4];
+          const int row = warp_key + 16 * n + lane / 8 % 2 * 8 + lane % 8;
+          ldmatrix_trans(v, value_base + 2 * piece_offset<kDim>(row, 2 * d + lane / 16));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key_idx = warp_key + 8 * n + lane % 4 * 2 + i % 2;
-          const int key = key_begin + key_idx;
-          const int pos = position[i / 2];
-          float x = scores[n][i] * c.scale;
-          if (c.softcap > 0.0f) {
-            x = c.softcap * tanhf(x / c.softcap);
+          for (int m = 0; m < kBlocks; ++m) {
+            mma(out[m][2 * d], weights[m], v[0], v[1], E{});
+            mma(out[m][2 * d + 1], weights[m], v[2], v[3], E{});
           }
-          const bool in_range = (is_whole || key < unit.key_end) && (!c.is_causal || key <= pos) &&
-                                (c.window == 0 || key > pos - static_cast<int>(c.window));
-          scores[n][i] = in_range && shared.admitted[stage][key_idx] != 0 ? x * kLog2e : paged::kEmpty;
         }
-      }
-    }
-    float shrink[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float tile_largest = paged::kEmpty;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        tile_largest = fmaxf(tile_largest, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-      }
-      tile_largest = fmaxf(tile_largest, __shfl_xor_sync(0xffffffffu, tile_largest, 1));
-      tile_largest = fmaxf(tile_largest, __shfl_xor_sync(0xffffffffu, tile_largest, 2));
-      const float next = fmaxf(largest[half], tile_largest);
-      shrink[half] = fast_exp2(largest[half] - next);
-      largest[half] = next;
-      sum[half] *= shrink[half];
-    }
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = scores[n][i];
-        const float weight = is_plain || x > paged::kEmpty ? fast_exp2(x - largest[i / 2]) : 0.0f;
-        scores[n][i] = weight;
-        sum[i / 2] += weight;
-      }
-    }
-    if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {  // maxima move seldom after a while
-#pragma unroll
-      for (int d = 0; d < kDim / 8; ++d) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          out[d][i] *= shrink[i / 2];
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-      const uint32_t weights[4] = {
-          pack(scores[2 * n][0], scores[2 * n][1], E{}), pack(scores[2 * n][2], scores[2 * n][3], E{}),
-          pack(scores[2 * n + 1][0], scores[2 * n + 1][1], E{}), pack(scores[2 * n + 1][2], scores[2 * n + 1][3], E{})};
-#pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
-        uint32_t v[4];
-        const int row = warp_key + 16 * n + lane / 8 % 2 * 8 + lane % 8;
-        ldmatrix_trans(v, value_base + 2 * piece_offset<kDim>(row, 2 * d + lane / 16));
-        mma(out[2 * d], weights, v[0], v[1], E{});
-        mma(out[2 * d + 1], weights, v[2], v[3], E{});
       }
     }
     __syncthreads();
@@ -343,12 +403,16 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
   copy_wait<0>();
 
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
-    sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+  for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[m][half] += __shfl_xor_sync(0xffffffffu, sum[m][half], 1);
+      sum[m][half] += __shfl_xor_sync(0xffffffffu, sum[m][half], 2);
+    }
   }
 
-  if constexpr (kNarrow) {
+  const int64_t split_begin = static_cast<int64_t>(blockIdx.z) * c.num_tokens * c.num_heads;
+  if constexpr (kIsNarrow) {
     // The warps' keys together, in the order of the warps.
     auto* all_out = reinterpret_cast<float*>(memory);  // [warps, 16, kDim]
     auto* all = reinterpret_cast<float2*>(all_out + kAttendWarps * 16 * kDim);
@@ -357,17 +421,16 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
     for (int d = 0; d < kDim / 8; ++d) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        all_out[(warp * 16 + lane / 4 + i / 2 * 8) * kDim + 8 * d + lane % 4 * 2 + i % 2] = out[d][i];
+        all_out[(warp * 16 + lane / 4 + i / 2 * 8) * kDim + 8 * d + lane % 4 * 2 + i % 2] = out[0][d][i];
       }
     }
     if (lane % 4 == 0) {
-      all[warp * 16 + lane / 4] = make_float2(largest[0], sum[0]);
-      all[warp * 16 + lane / 4 + 8] = make_float2(largest[1], sum[1]);
+      all[warp * 16 + lane / 4] = make_float2(largest[0][0], sum[0][0]);
+      all[warp * 16 + lane / 4 + 8] = make_float2(largest[0][1], sum[0][1]);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < unit.num_rows * kDim; i += blockDim.x) {
       const int r = i / kDim;
-      const int row = unit.row_begin + r;
       float whole = paged::kEmpty;
 #pragma unroll
       for (int w = 0; w < kAttendWarps; ++w) {
@@ -382,9 +445,7 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
         value += share * all_out[(w * 16 + r) * kDim + i % kDim];
         weight += share * part.y;
       }
-      const int64_t idx = static_cast<int64_t>(blockIdx.z) * c.num_tokens * c.num_heads +
-                          static_cast<int64_t>(unit.seq.begin + row / group) * c.num_heads + kv_head * group +
-                          row % group;
+      const int64_t idx = split_begin + query_row(r);
       p.partial_out[idx * kDim + i % kDim] = value;
       if (i % kDim == 0) {
         p.partial[idx] = make_float2(whole <= paged::kEmpty ? paged::kEmpty : whole / kLog2e, weight);
@@ -392,19 +453,23 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
     }
   } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!has_row[half]) {
-        continue;
-      }
-      const int64_t idx = static_cast<int64_t>(blockIdx.z) * c.num_tokens * c.num_heads + row_idx[half];
+    for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
-      for (int d = 0; d < kDim / 8; ++d) {
-        *reinterpret_cast<float2*>(p.partial_out + idx * kDim + 8 * d + lane % 4 * 2) =
-            make_float2(out[d][2 * half], out[d][2 * half + 1]);
-      }
-      if (lane % 4 == 0) {
-        const float own = largest[half];
-        p.partial[idx] = make_float2(own <= paged::kEmpty ? paged::kEmpty : own / kLog2e, sum[half]);
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp_row + 16 * m + lane / 4 + 8 * half;
+        if (r >= unit.num_rows) {
+          continue;
+        }
+        const int64_t idx = split_begin + query_row(r);
+#pragma unroll
+        for (int d = 0; d < kDim / 8; ++d) {
+          *reinterpret_cast<float2*>(p.partial_out + idx * kDim + 8 * d + lane % 4 * 2) =
+              make_float2(out[m][d][2 * half], out[m][d][2 * half + 1]);
+        }
+        if (lane % 4 == 0) {
+          const float own = largest[m][half];
+          p.partial[idx] = make_float2(own <= paged::kEmpty ? paged::kEmpty : own / kLog2e, sum[m][half]);
+        }
       }
     }
   }
@@ -413,21 +478,29 @@ __global__ void __launch_bounds__(kAttendWarps* kWarp) paged_attention_attend_ke
 template <class E, int kDim>
 void launch_attend(const AttentionParams& p, Stream stream) {
   const paged::Problem& c = p.call;
-  // Few rows a sequence: decoded or verified tokens.
-  const bool is_narrow = c.num_tokens * c.group <= 16 * c.num_seqs;
-  const int rows = is_narrow ? 16 : 64;
-  const int64_t units =
-      std::min(c.num_tokens * c.group / rows + std::min(c.num_tokens, c.num_seqs), c.num_tokens * c.group);
-  const dim3 grid(static_cast<unsigned>(units), static_cast<unsigned>(c.num_kv_heads),
-                  static_cast<unsigned>(p.num_splits));
-  const dim3 block(kAttendWarps * kWarp);
-  constexpr size_t kMerge = kAttendWarps * 16 * (kDim * sizeof(float) + sizeof(float2));
-  constexpr size_t kShared = sizeof(AttendShared<E, kDim>) > kMerge ? sizeof(AttendShared<E, kDim>) : kMerge;
-  if (is_narrow) {
-    launch(paged_attention_attend_kernel<E, kDim, true>, grid, block, kShared, stream, p);
-  } else {
-    launch(paged_attention_attend_kernel<E, kDim, false>, grid, block, kShared, stream, p);
+  const auto run = [&]<AttendShape kShape>() {
+    constexpr size_t kMerge = kAttendWarps * 16 * (kDim * sizeof(float) + sizeof(float2));
+    constexpr size_t kQuery = kShape == AttendShape::kWide ? rows_of(kShape) * kDim * sizeof(E) : 0;
+    constexpr size_t kShared = std::max(sizeof(AttendShared<E, kDim>) + kQuery, kMerge);
+    constexpr int64_t kRows = rows_of(kShape);
+    const int64_t num_rows = c.num_tokens * c.group;
+    const int64_t units = std::min(num_rows / kRows + std::min(c.num_tokens, c.num_seqs), num_rows);
+    const dim3 grid(static_cast<unsigned>(units), static_cast<unsigned>(c.num_kv_heads),
+                    static_cast<unsigned>(p.num_splits));
+    launch(paged_attention_attend_kernel<E, kDim, kShape>, grid, dim3(kAttendWarps * kWarp), kShared, stream, p);
+  };
+  const int64_t rows_of_seq = c.num_tokens * c.group / std::max<int64_t>(1, c.num_seqs);  // on average
+  if (rows_of_seq <= rows_of(AttendShape::kNarrow)) {
+    run.template operator()<AttendShape::kNarrow>();
+    return;
   }
+  if constexpr (kDim <= 128) {  // 256 channels of 32 rows are more than a thread's registers
+    if (rows_of_seq > rows_of(AttendShape::kMiddle)) {
+      run.template operator()<AttendShape::kWide>();
+      return;
+    }
+  }
+  run.template operator()<AttendShape::kMiddle>();
 }
 
 }  // namespace shoal::cuda
