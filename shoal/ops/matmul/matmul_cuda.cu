@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "shoal/base/checked.h"
-#include "shoal/ops/matmul/matmul_cuda_variants.h"
+#include "shoal/ops/matmul/matmul_cuda_variants.cuh"
 
 namespace shoal::cuda {
 namespace {

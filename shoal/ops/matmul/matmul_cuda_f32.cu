@@ -1,7 +1,7 @@
 // Exact products on the device: f32 weights, products and sums in f32. For routers and for exact models; a warp adds an
 // output's products in one order, whatever stands beside it.
 #include "shoal/cuda/launch.cuh"
-#include "shoal/ops/matmul/matmul_cuda_variants.h"
+#include "shoal/ops/matmul/matmul_cuda_variants.cuh"
 
 namespace shoal::cuda {
 namespace {
