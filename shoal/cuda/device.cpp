@@ -35,6 +35,11 @@ int device_count() {
 }
 
 std::string why_no_device() {
+  int version = 0;
+  if (cudaDriverGetVersion(&version) != cudaSuccess || version == 0) {
+    cudaGetLastError();
+    return "no CUDA driver is installed";
+  }
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
