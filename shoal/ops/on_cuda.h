@@ -11,15 +11,8 @@
 
 namespace shoal {
 
-// Stands for whatever the call would have returned.
-struct NoCuda {
-  template <class T>
-  operator T() const {  // NOLINT: implicit on purpose
-    return T{};         // nobody gets here, but unoptimised code links it
-  }
-};
-
-[[noreturn]] inline NoCuda no_cuda(std::string_view op) {
+template <class T>
+[[noreturn]] T no_cuda(std::string_view op) {
   fail(ErrorCode::kUnsupported, op, ": a CUDA tensor, but this build of shoal has no CUDA");
 }
 
@@ -28,5 +21,5 @@ struct NoCuda {
 #if SHOAL_HAVE_CUDA
 #define SHOAL_ON_CUDA(op, call) ::shoal::cuda::call
 #else
-#define SHOAL_ON_CUDA(op, call) ::shoal::no_cuda(op)
+#define SHOAL_ON_CUDA(op, call) ::shoal::no_cuda<decltype(::shoal::cuda::call)>(op)
 #endif
