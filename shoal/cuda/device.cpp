@@ -61,7 +61,6 @@ DeviceInfo device_info(int device_idx) {
   info.major = properties.major;
   info.minor = properties.minor;
   info.num_sms = properties.multiProcessorCount;
-  info.l2_bytes = properties.l2CacheSize;
   use_device(device_idx);
   size_t free_bytes = 0;
   size_t total_bytes = 0;
@@ -113,10 +112,6 @@ OwnedStream::~OwnedStream() { cudaStreamDestroy(handle(stream_)); }
 
 void copy(void* to, const void* from, size_t num_bytes, Stream stream) {
   check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, handle(stream)), "copying");
-}
-
-void fill_zero(void* to, size_t num_bytes, Stream stream) {
-  check_cuda(cudaMemsetAsync(to, 0, num_bytes, handle(stream)), "filling");
 }
 
 void synchronize(Stream stream) { check_cuda(cudaStreamSynchronize(handle(stream)), "waiting for the device"); }

@@ -25,7 +25,6 @@ struct DeviceInfo {
   int num_sms = 0;
   int64_t total_bytes = 0;
   int64_t free_bytes = 0;
-  int64_t l2_bytes = 0;
 };
 DeviceInfo device_info(int device_idx);
 
@@ -52,7 +51,6 @@ Allocator pinned_allocator();
 
 // Ordered in the stream. Host memory must live until it has been passed.
 void copy(void* to, const void* from, size_t num_bytes, Stream stream);
-void fill_zero(void* to, size_t num_bytes, Stream stream);
 // Waits for everything in the stream, and throws what went wrong in it.
 void synchronize(Stream stream);
 

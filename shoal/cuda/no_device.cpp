@@ -17,7 +17,6 @@ void use_device(int) { refuse(); }
 OwnedStream::OwnedStream() { refuse(); }
 OwnedStream::~OwnedStream() = default;
 void copy(void*, const void*, size_t, Stream) { refuse(); }
-void fill_zero(void*, size_t, Stream) { refuse(); }
 void synchronize(Stream) { refuse(); }
 Event::Event(Stream) { refuse(); }
 Event::~Event() = default;

@@ -6,7 +6,6 @@
 #include <span>
 
 #include "shoal/base/checked.h"
-#include "shoal/cpu/thread_pool.h"
 
 namespace shoal {
 namespace {
@@ -34,10 +33,9 @@ DeviceStep::DeviceStep(int device_idx, const Limits& limits) : limits_(limits), 
   arrays_ = AlignedBuffer(array_bytes, device);
   staging_ = AlignedBuffer(array_bytes, cuda::pinned_allocator());
   logits_ = AlignedBuffer(logit_bytes, device);
-  host_logits_ = AlignedBuffer(logit_bytes, cuda::pinned_allocator());
 }
 
-// The arrays keep their places from step to step, as a recorded graph needs it; one copy brings them all.
+// The arrays of decoding steps keep their places, as a recorded graph needs it; one copy brings them all.
 Batch DeviceStep::upload(const Batch& batch, bool is_decode) {
   auto* host = reinterpret_cast<int32_t*>(staging_.data());
   auto* device = reinterpret_cast<int32_t*>(arrays_.data());
@@ -48,13 +46,15 @@ Batch DeviceStep::upload(const Batch& batch, bool is_decode) {
     at += round_up(room, kAlignInts);
     return placed;
   };
+  // A decoding step has a token a sequence: its arrays stand closer together, so that less is copied.
+  const int64_t token_room = is_decode ? limits_.max_seqs : limits_.max_tokens;
   Batch placed;
-  placed.token_ids = put(batch.token_ids, limits_.max_tokens);
-  placed.positions = put(batch.positions, limits_.max_tokens);
-  placed.slot_mapping = put(batch.slot_mapping, limits_.max_tokens);
+  placed.token_ids = put(batch.token_ids, token_room);
+  placed.positions = put(batch.positions, token_room);
+  placed.slot_mapping = put(batch.slot_mapping, token_room);
   placed.cu_q_lens = put(batch.cu_q_lens, limits_.max_seqs + 1);
   placed.past_lens = put(batch.past_lens, limits_.max_seqs);
-  placed.logit_rows = put(batch.logit_rows, limits_.max_logit_rows);
+  placed.logit_rows = put(batch.logit_rows, is_decode ? limits_.max_seqs : limits_.max_logit_rows);
 
   const int64_t num_seqs = batch.page_table.dim(0);
   const int64_t width = batch.page_table.dim(1);
@@ -104,14 +104,9 @@ void DeviceStep::forward(Model& model, const Batch& batch, const ModelMemory& me
     run();
   }
   if (logits.num_bytes() > 0) {
-    cuda::copy(host_logits_.data(), logits_.data(), logits.num_bytes(), stream_.get());
+    cuda::copy(logits.data, logits_.data(), logits.num_bytes(), stream_.get());
   }
   cuda::synchronize(stream_.get());
-  const auto* from = host_logits_.data();
-  auto* to = logits.as<std::byte>();
-  context.pool->parallel_for(static_cast<int64_t>(logits.num_bytes()), 1 << 18, [&](int64_t begin, int64_t end, int) {
-    std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin));
-  });
 }
 
 }  // namespace shoal

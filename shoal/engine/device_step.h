@@ -27,12 +27,10 @@ class DeviceStep {
 
   Stream stream() const { return stream_.get(); }
 
-  // `batch` and `logits` [num_logit_rows, vocab_size] are host memory; the latter is written when this returns.
+  // `batch` and `logits` [num_logit_rows, vocab_size] are host memory, the latter best pinned; it is written when this
+  // returns.
   void forward(Model& model, const Batch& batch, const ModelMemory& memory, const TensorView& logits,
                const OpContext& context);
-
-  // Device memory of batch and logits.
-  int64_t num_bytes() const { return static_cast<int64_t>(arrays_.size() + logits_.size()); }
 
  private:
   struct Recorded {
@@ -48,7 +46,6 @@ class DeviceStep {
   AlignedBuffer arrays_;   // i32, those of a batch at fixed places
   AlignedBuffer staging_;  // the same in pinned host memory
   AlignedBuffer logits_;
-  AlignedBuffer host_logits_;  // pinned
   std::unordered_map<int64_t, Recorded> decodes_;
 };
 

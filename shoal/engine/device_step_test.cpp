@@ -126,6 +126,43 @@ TEST_P(DeviceFamilies, BatchesAndGraphsChangeNothing) {
   EXPECT_EQ(engine.stats().num_running, 0);
 }
 
+// The same steps twice, one request at a time and no prefix to find: first as launches, then as graphs whose lengths and
+// pages have changed since they were recorded. Bits must not differ, so neither may tokens or their probabilities.
+TEST_P(DeviceFamilies, GraphsAreTheLaunches) {
+  SHOAL_NEEDS_DEVICE();
+  EngineOptions options = options_of(GetParam(), "cuda");
+  options.prefix_cache = false;
+  Engine engine(options);
+  testkit::Random random(3);
+  std::vector<std::vector<int32_t>> prompts;
+  for (const int64_t length : {3, 60, 17, 120}) {
+    prompts.push_back(random_prompt(length, engine.info().vocab_size, random));
+  }
+  const auto run = [&](const std::vector<int32_t>& prompt) {
+    Request request = greedy(prompt, 20);
+    request.sampling.num_logprobs = 3;
+    const RequestId id = engine.submit(std::move(request)).value();
+    std::vector<std::pair<int32_t, float>> drawn;
+    FinishReason finish = FinishReason::kNone;
+    while (finish == FinishReason::kNone) {
+      const RequestUpdate update = engine.wait(id, 60s);
+      for (const Sampled& token : update.tokens) {
+        drawn.emplace_back(token.id, token.logprob);
+      }
+      finish = update.finish;
+    }
+    EXPECT_EQ(finish, FinishReason::kLength);
+    return drawn;
+  };
+  std::vector<std::vector<std::pair<int32_t, float>>> first;
+  for (const std::vector<int32_t>& prompt : prompts) {
+    first.push_back(run(prompt));
+  }
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    EXPECT_EQ(run(prompts[i]), first[i]) << "prompt " << i;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Golden, DeviceFamilies,
                          testing::Values("llama", "llama_bias", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe",
                                          "mixtral", "gpt_oss", "olmoe", "minimax_m2"),

@@ -131,7 +131,8 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, s
              options.page_size) {
   const ModelInfo& from = model_->info();
   const int64_t num_rows = max_logit_rows(options, from);
-  logits_ = AlignedBuffer(static_cast<size_t>(num_rows * from.vocab_size) * sizeof(float));
+  logits_ = AlignedBuffer(static_cast<size_t>(num_rows * from.vocab_size) * sizeof(float),
+                          device_step_ ? cuda::pinned_allocator() : host_allocator());
   workspace_.reserve(model_->workspace_bytes({.max_tokens = options.max_batch_tokens,
                                               .max_logit_rows = num_rows,
                                               .max_kv_len = round_up(resolved_.max_context, options.page_size),

@@ -364,3 +364,15 @@ def test_completions_can_be_stored(llm: LLM) -> None:
     from dataclasses import asdict
 
     json.dumps(asdict(llm.generate("x", SamplingParams(max_tokens=1, logprobs=1))[0]))
+
+
+def test_synthetic_models_need_no_file() -> None:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with LLM("synthetic:qwen3-tiny", device="cpu", max_context=64) as llm:
+        assert not llm.has_tokenizer and llm.info["vocab_size"] == 512
+        first, second = (llm.generate([3, 1, 4], params)[0] for _ in range(2))
+        assert len(first.token_ids) == 4 and first.token_ids == second.token_ids
+    with pytest.raises(
+        InvalidArgument, match='no synthetic model "x"; there are qwen3-30b-a3b, gpt-oss-120b, qwen3-tiny'
+    ):
+        LLM("synthetic:x", device="cpu")

@@ -10,7 +10,6 @@
 #include "shoal/cpu/isa.h"
 #include "shoal/cuda/device.h"
 #include "shoal/model/model.h"
-#include "shoal/model/synthetic.h"
 #include "shoal/quant/format.h"
 
 namespace nb = nanobind;
@@ -60,7 +59,6 @@ void bind_system(nb::module_& module) {
 #endif
   module.def("cuda_devices", &cuda_devices);
   module.def("why_no_cuda_device", &cuda::why_no_device);
-  module.def("synthetic_models", &synthetic_names);
 }
 
 }  // namespace shoal::python

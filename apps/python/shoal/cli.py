@@ -254,7 +254,7 @@ def bench_command(
     context: typer.Context,
     model: Model = "smollm2",
     synthetic: Annotated[
-        str, option("--synthetic", help="random weights in place of MODEL: qwen3-30b-a3b, gpt-oss-120b or qwen3-tiny")
+        str, option("--synthetic", help="random weights of a published size in place of MODEL; another name lists them")
     ] = "",
     contexts: Annotated[str, option("--context", help="prompt lengths, for example 512,8k")] = "512,2k",
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="tokens to decode", min=2)] = 32,

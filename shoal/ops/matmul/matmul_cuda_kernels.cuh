@@ -220,7 +220,7 @@ constexpr int kLargeWarps = 4;
 
 // Where 16 bytes (piece 0-15) of a row of a stage stand: rows of 256 bytes, whose 32-byte units are permuted by the row
 // so that eight rows' units of one k do not share banks.
-// Unsigned: the remainder of a signed row costs more instructions than the copy that it places.
+// Unsigned, so that the remainder is a mask.
 __device__ inline uint32_t stage_offset(unsigned row, unsigned piece) {
   return row * 256 + ((piece / 2) ^ (row % 8)) * 32 + piece % 2 * 16;
 }

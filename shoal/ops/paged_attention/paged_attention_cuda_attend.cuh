@@ -34,8 +34,8 @@ struct AttendShared {
   uint8_t admitted[2][kKeyTile];  // page mapped and inside the range
 };
 
-// Element offset of 16 bytes (piece) of a key's row; pieces are permuted by the row against bank conflicts. Unsigned: the
-// remainder of a signed row costs more instructions than the copy that it places.
+// Element offset of 16 bytes (piece) of a key's row; pieces are permuted by the row against bank conflicts. Unsigned, so
+// that the remainder is a mask.
 template <int kDim>
 __device__ inline unsigned piece_offset(unsigned row, unsigned piece) {
   return row * kDim + (piece ^ (row % 8)) * 8;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, list[i
     return data.decode("utf-8", "replace"), list(data)
 
 
-class Answers:
+class Answers(ABC):
     """What the two routes share. `tokenizer` None: a model of ids alone."""
 
     object = ""
@@ -43,16 +44,17 @@ class Answers:
 
     # One for each route
 
+    @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """What opens an answer, if anything does."""
 
+    @abstractmethod
     def choice(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """What a chunk adds to an answer: text, log-probabilities, at the end the reason."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, index: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """All choices of one answer joined."""
-        raise NotImplementedError
 
     # Both ways
 
@@ -84,8 +86,9 @@ class Answers:
             yield self.chunk_of([], usage=generation.usage())
         yield DONE
 
+    @abstractmethod
     def says_something(self, choice: dict[str, Any]) -> bool:
-        raise NotImplementedError
+        """Whether a choice is worth a chunk."""
 
 
 class ChatAnswers(Answers):
