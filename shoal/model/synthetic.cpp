@@ -165,6 +165,7 @@ std::unique_ptr<SyntheticSource> source_of(const Geometry& g) {
 
 std::vector<std::string> synthetic_names() {
   std::vector<std::string> names;
+  names.reserve(std::size(kGeometries));
   for (const Geometry& geometry : kGeometries) {
     names.emplace_back(geometry.name);
   }
