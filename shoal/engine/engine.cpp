@@ -30,7 +30,7 @@ SchedulerOptions scheduler_options(const EngineOptions& options, const ModelInfo
   result.max_seqs = options.max_seqs;
   result.max_all_logits_rows = all_logits_rows(options, model);
   result.page_size = options.page_size;
-  result.prefix_cache = options.prefix_cache && model.state_layers.empty();
+  result.prefix_cache = options.prefix_cache;
   return result;
 }
 
@@ -70,12 +70,13 @@ OpContext make_context(cpu::ThreadPool& threads, Workspace& workspace, Device de
   return context;
 }
 
-std::unique_ptr<StatePool> make_states(const ModelInfo& model, const EngineOptions& options) {
+std::unique_ptr<StatePool> make_states(const ModelInfo& model, const EngineOptions& options,
+                                       const ResolvedOptions& resolved) {
   if (model.state_layers.empty()) {
     return nullptr;
   }
   const int64_t num_slots = std::min(options.max_seqs, options.max_batch_tokens);
-  return std::make_unique<StatePool>(model.state_layers, num_slots, 0);
+  return std::make_unique<StatePool>(model.state_layers, num_slots + resolved.num_kept_states, 0);
 }
 
 // Logits that a token can be drawn from: no NaN, no +inf, something above -inf. As sample() has it.
@@ -123,7 +124,7 @@ Engine::Impl::Impl(const EngineOptions& options, std::unique_ptr<Model> model, s
       device_step_(make_device_step(device_, options, model_->info(), resolved_)),
       context_(make_context(*threads_, workspace_, device_, device_step_.get())),
       cache_(make_cache(*model_, options, resolved_, context_)),
-      states_(make_states(model_->info(), options)),
+      states_(make_states(model_->info(), options, resolved_)),
       pages_(resolved_.num_pages),
       scheduler_(pages_, scheduler_options(options, model_->info()), states_.get()),
       batch_(options.max_batch_tokens, std::min(options.max_seqs, options.max_batch_tokens),

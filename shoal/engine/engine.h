@@ -93,8 +93,8 @@ struct EngineInfo {
   int64_t num_parameters = 0;
   int64_t weight_bytes = 0;
   int64_t kv_bytes = 0;
-  int64_t state_bytes = 0;    // of the slots for convolution and recurrent states
-  bool prefix_cache = false;  // off where the options say so, and for models with states
+  int64_t state_bytes = 0;  // of the slots for convolution and recurrent states, those of cached prefixes included
+  bool prefix_cache = false;
 };
 
 class Engine {

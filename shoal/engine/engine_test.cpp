@@ -337,6 +337,39 @@ TEST(Engine, PrefixHitsSkipWorkAndKeepTokens) {
   expect_all_pages_back(f.engine);
 }
 
+// The fake model notices every state that is not the one at the end of the prefix.
+TEST(Engine, WithStatesPrefixesAreFoundWhereTheyAreKept) {
+  Fixture f(small(), true);
+  const Request request = greedy(prompt_of(70), 30);
+  EXPECT_EQ(run(f.engine, request).tokens, expected(request));
+  const Answer again = run(f.engine, request);
+  EXPECT_EQ(again.last.num_prefix_hit, 64);
+  EXPECT_EQ(again.tokens, expected(request));
+
+  // A conversation goes on: 70 + 30 tokens, of which the last was never computed.
+  Request longer = request;
+  const std::vector<int32_t> answer = expected(request);
+  longer.prompt.insert(longer.prompt.end(), answer.begin(), answer.end());
+  longer.prompt.resize(130, 5);
+  const Answer continued = run(f.engine, longer);
+  EXPECT_EQ(continued.last.num_prefix_hit, 96);
+  EXPECT_EQ(continued.tokens, expected(longer));
+
+  // Others part from it within the prompt: the second finds only pages, and keeps states there for the third.
+  Request other = request;
+  other.prompt.resize(40);
+  other.prompt.resize(80, 7);
+  const Answer second = run(f.engine, other);
+  EXPECT_EQ(second.last.num_prefix_hit, 0);
+  EXPECT_EQ(second.tokens, expected(other));
+  other.prompt.back() = 8;
+  other.prompt[45] = 8;
+  const Answer third = run(f.engine, other);
+  EXPECT_EQ(third.last.num_prefix_hit, 32);
+  EXPECT_EQ(third.tokens, expected(other));
+  expect_all_pages_back(f.engine);
+}
+
 TEST(Engine, WithoutPrefixCacheNothingIsFoundAgain) {
   EngineOptions options = small();
   options.prefix_cache = false;
@@ -350,8 +383,10 @@ TEST(Engine, WithoutPrefixCacheNothingIsFoundAgain) {
   EXPECT_EQ(f.engine.stats().num_cached_pages, 0);
 }
 
-TEST(Engine, AnswersToOnePromptShareItsPages) {
-  Fixture f;
+class AnswersToOnePrompt : public testing::TestWithParam<bool> {};  // with states
+
+TEST_P(AnswersToOnePrompt, ShareItsPages) {
+  Fixture f(small(), GetParam());
   f.control->close();
   const RequestId warm = f.engine.submit(greedy({1}, 1)).value();
   f.control->wait_until_held();  // so that the others arrive together
@@ -374,6 +409,8 @@ TEST(Engine, AnswersToOnePromptShareItsPages) {
   EXPECT_EQ(num_hit, 4 * 48);
   expect_all_pages_back(f.engine);
 }
+
+INSTANTIATE_TEST_SUITE_P(States, AnswersToOnePrompt, testing::Bool());
 
 TEST(Engine, NonFiniteLogitsEndThatRequestOnly) {
   Fixture f;
@@ -516,8 +553,9 @@ TEST(Engine, InfoSaysWhatWasResolved) {
   EXPECT_TRUE(info.prefix_cache);
   const EngineOptions options = small();
   Fixture with_states(options, true);
-  EXPECT_EQ(with_states.engine.info().state_bytes, std::min(options.max_seqs, options.max_batch_tokens) * 2 * 4);
-  EXPECT_FALSE(with_states.engine.info().prefix_cache);
+  EXPECT_EQ(with_states.engine.info().state_bytes,
+            (8 + 64) * 2 * 4);  // as many prefixes as the KV bytes hold, at most 64
+  EXPECT_TRUE(with_states.engine.info().prefix_cache);
 }
 
 TEST(EngineOptions, AreResolved) {

@@ -12,8 +12,10 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kDefaultNumSequences = 4;                         // of max_context, that the cache is made for
-constexpr int64_t kShareOfFreeMemory = 3;                           // at most a third
+constexpr int64_t kDefaultNumSequences = 4;  // of max_context, that the cache is made for
+constexpr int64_t kShareOfFreeMemory = 3;    // at most a third
+constexpr int64_t kMinKeptStates = 4;        // of prefixes, whatever their size
+constexpr int64_t kMaxKeptStates = 64;
 constexpr int64_t kMaxSlots = std::numeric_limits<int32_t>::max();  // slot_mapping is i32
 
 void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -74,6 +76,15 @@ int64_t resolve_num_pages(const EngineOptions& options, int64_t max_context, int
   return num_pages;
 }
 
+// As much memory as for the KV pages, which they stand beside.
+int64_t resolve_num_kept_states(const EngineOptions& options, const ModelInfo& model, int64_t kv_bytes) {
+  if (!options.prefix_cache || model.state_layers.empty()) {
+    return 0;
+  }
+  const int64_t slot_bytes = StatePool::bytes_per_slot(model.state_layers, 0);
+  return std::clamp(kv_bytes / std::max<int64_t>(slot_bytes, 1), kMinKeptStates, kMaxKeptStates);
+}
+
 }  // namespace
 
 std::string_view to_string(KvType type) {
@@ -131,6 +142,7 @@ ResolvedOptions resolve_options(const EngineOptions& options, const ModelInfo& m
   resolved.max_context = resolve_max_context(options, model);
   const int64_t page_bytes = KvCache::bytes_per_page(model.kv_layers, resolved.kv_type, options.page_size);
   resolved.num_pages = resolve_num_pages(options, resolved.max_context, page_bytes, available_bytes);
+  resolved.num_kept_states = resolve_num_kept_states(options, model, resolved.num_pages * page_bytes);
   return resolved;
 }
 

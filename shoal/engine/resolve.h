@@ -16,6 +16,7 @@ struct ResolvedOptions {
   KvType kv_type = KvType::kF16;
   int64_t max_context = 0;
   int64_t num_pages = 0;
+  int64_t num_kept_states = 0;  // slots of the prefix cache, for a model with states
 };
 
 // Where a model runs: what `device` says, checked. auto: the first CUDA device, where there is one that the other options

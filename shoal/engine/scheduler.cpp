@@ -1,6 +1,7 @@
 #include "shoal/engine/scheduler.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "shoal/base/checked.h"
 #include "shoal/base/error.h"
@@ -28,9 +29,9 @@ Scheduler::Scheduler(PagePool& pool, const SchedulerOptions& options, StatePool*
               options.page_size >= 1,
           "the scheduler's limits must be positive");
   options_.max_seqs = std::min(options.max_seqs, options.max_batch_tokens);
-  SHOAL_ASSERT(states == nullptr || (!options.prefix_cache && states->num_slots() >= options_.max_seqs));
+  SHOAL_ASSERT(states == nullptr || states->num_slots() >= options_.max_seqs);
   if (options.prefix_cache) {
-    tree_.emplace(pool, options.page_size);
+    tree_.emplace(pool, options.page_size, states, states == nullptr ? 0 : states->num_slots() - options_.max_seqs);
   }
 }
 
@@ -64,7 +65,8 @@ void Scheduler::continue_running(bool decodes) {
 }
 
 void Scheduler::add_chunk(Sequence& sequence) {
-  int64_t num_tokens = std::min(sequence.num_tokens() - sequence.num_computed, budget_);
+  int64_t num_tokens =
+      std::min({sequence.num_tokens() - sequence.num_computed, budget_, tokens_to_next_stop(sequence)});
   if (sequence.all_logits) {
     num_tokens = std::min(num_tokens, logit_rows_left_);
   }
@@ -80,6 +82,16 @@ void Scheduler::add_chunk(Sequence& sequence) {
   chunks_.push_back({&sequence, sequence.num_computed, num_tokens, num_rows});
   budget_ -= num_tokens;
   logit_rows_left_ -= sequence.all_logits ? num_tokens : 0;
+}
+
+// With states: a chunk ends where they are to be kept.
+int64_t Scheduler::tokens_to_next_stop(const Sequence& sequence) const {
+  for (const int64_t num_pages : {sequence.branch_pages, sequence.prompt_pages}) {
+    if (num_pages * options_.page_size > sequence.num_computed) {
+      return num_pages * options_.page_size - sequence.num_computed;
+    }
+  }
+  return std::numeric_limits<int64_t>::max();
 }
 
 int64_t Scheduler::reserve(Sequence& sequence, int64_t num_tokens) {
@@ -136,11 +148,9 @@ void Scheduler::admit_waiting() {
     if (sequence.all_logits && logit_rows_left_ == 0) {
       return;
     }
+    PrefixMatch match;
     if (tree_) {
-      const int64_t num_matchable = num_matchable_pages(sequence, options_.page_size);
-      sequence.pages = tree_->match(
-          std::span(sequence.tokens).first(static_cast<size_t>(num_matchable * options_.page_size)), sequence.salt);
-      sequence.num_computed = static_cast<int64_t>(sequence.pages.size()) * options_.page_size;
+      match = match_prefix(sequence);
       if (prefix_is_coming(sequence, static_cast<int64_t>(sequence.pages.size()))) {
         release_memory(sequence);
         if (++num_deferred == options_.max_seqs) {
@@ -157,6 +167,9 @@ void Scheduler::admit_waiting() {
     if (states_ != nullptr) {
       sequence.state_slot = states_->acquire();
       SHOAL_ASSERT(sequence.state_slot.has_value());  // there are as many as sequences may run
+      if (match.state) {
+        states_->copy(*match.state, *sequence.state_slot);
+      }
     }
     it = waiting_.erase(it);
     running_.insert(std::ranges::upper_bound(running_, &sequence, is_older), &sequence);
@@ -167,6 +180,21 @@ void Scheduler::admit_waiting() {
     add_chunk(sequence);
     SHOAL_ASSERT(waiting_.size() == num_waiting_before);  // try_admit saw to it that nobody is preempted
   }
+}
+
+PrefixMatch Scheduler::match_prefix(Sequence& sequence) {
+  const int64_t num_matchable = num_matchable_pages(sequence, options_.page_size);
+  PrefixMatch match = tree_->match(
+      std::span(sequence.tokens).first(static_cast<size_t>(num_matchable * options_.page_size)), sequence.salt);
+  sequence.pages = match.pages;
+  const auto num_matched = static_cast<int64_t>(match.pages.size());
+  sequence.num_computed = num_matched * options_.page_size;
+  if (states_ != nullptr) {
+    sequence.branch_pages = match.num_known_pages > num_matched ? match.num_known_pages : 0;
+    sequence.prompt_pages = num_matchable;
+    sequence.answer_pages = 0;
+  }
+  return match;
 }
 
 // Whether the pages suffice for all of it, after what running prompts still need and a page for each to grow: who is
@@ -198,7 +226,11 @@ bool Scheduler::prefix_is_coming(const Sequence& sequence, int64_t num_matched_p
     const size_t length = std::min(limit, other->tokens.size());
     const auto end = sequence.tokens.begin() + static_cast<int64_t>(length);
     const auto differs = std::mismatch(sequence.tokens.begin(), end, other->tokens.begin()).first;
-    const int64_t num_common = (differs - sequence.tokens.begin()) / options_.page_size;
+    int64_t num_common = (differs - sequence.tokens.begin()) / options_.page_size;
+    if (states_ != nullptr) {  // only where the other's states will be kept
+      const int64_t num_kept = other->prompt_pages <= num_common ? other->prompt_pages : other->branch_pages;
+      num_common = num_kept <= num_common && num_kept * options_.page_size > other->num_computed ? num_kept : 0;
+    }
     const int64_t num_coming = (num_common - num_matched_pages) * options_.page_size;
     if (num_coming > 0 && 2 * num_coming >= sequence.num_tokens() - sequence.num_computed) {
       return true;
@@ -215,16 +247,29 @@ void Scheduler::mark_computed(const Chunk& chunk) {
   if (!tree_ || num_full == num_full_before) {
     return;
   }
-  const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(num_full * options_.page_size));
-  tree_->insert(tokens, std::span(sequence.pages).first(static_cast<size_t>(num_full)), sequence.salt);
   // Where the tree had the page already, its copy replaces ours. Keeping both would not only waste a page: the tree's
   // could not be evicted while our later pages hang below it, and the pool might not suffice for this sequence alone.
-  const std::vector<PageId> shared = tree_->match(tokens, sequence.salt);
-  SHOAL_ASSERT(static_cast<int64_t>(shared.size()) == num_full);
-  for (size_t i = 0; i < shared.size(); ++i) {
-    pool_.release(sequence.pages[i]);
-    sequence.pages[i] = shared[i];
+  const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(num_full * options_.page_size));
+  tree_->insert(tokens, std::span(sequence.pages).first(static_cast<size_t>(num_full)), sequence.salt);
+  if (states_ != nullptr && !sequence.all_logits && sequence.num_computed == num_full * options_.page_size) {
+    keep_state(sequence, num_full);
   }
+}
+
+// The states stand at the end of so many pages, all of which the tree knows.
+void Scheduler::keep_state(Sequence& sequence, int64_t num_pages) {
+  const auto tokens_of = [&](int64_t count) {
+    return std::span(sequence.tokens).first(static_cast<size_t>(count * options_.page_size));
+  };
+  if (num_pages > sequence.prompt_pages) {  // an answer's move on with it
+    if (sequence.answer_pages > 0) {
+      tree_->drop_state(tokens_of(sequence.answer_pages), sequence.salt);
+    }
+    sequence.answer_pages = num_pages;
+  } else if (num_pages != sequence.prompt_pages && num_pages != sequence.branch_pages) {
+    return;
+  }
+  tree_->keep_state(tokens_of(num_pages), *sequence.state_slot, sequence.salt);
 }
 
 void Scheduler::remove(Sequence& sequence) {

@@ -34,6 +34,11 @@ struct Sequence {
   std::optional<StateSlot> state_slot;  // while running, of a model with states
   int64_t num_computed = 0;
   int64_t num_prefix_hit = -1;  // tokens found in the prefix tree when first admitted; -1: not yet
+  // Of a model with states, in pages: where others' prompts are known to part from this one, where the prompt ends, and
+  // how far its answer's states are kept; 0: nowhere.
+  int64_t branch_pages = 0;
+  int64_t prompt_pages = 0;
+  int64_t answer_pages = 0;
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
 };
@@ -55,8 +60,9 @@ struct SchedulerOptions {
 
 class Scheduler {
  public:
-  // `states`: of a model that has some, with at least max_seqs slots. A prefix is then computed anew, since its pages
-  // alone do not tell the states at its end: prefix_cache must be off.
+  // `states`: of a model that has some, with at least max_seqs slots; those beyond keep states of prefixes. They are kept
+  // where somebody will look for them: at the last full page of a prompt, at the last of an answer, and where a prompt
+  // was found to share pages with another without states at their end. Chunks stop there.
   Scheduler(PagePool& pool, const SchedulerOptions& options, StatePool* states = nullptr);
 
   // Whether a sequence that grows to `num_tokens` computed tokens can be served at all.
@@ -79,17 +85,21 @@ class Scheduler {
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
   int64_t num_preemptions() const { return num_preemptions_; }
+  int64_t num_kept_states() const { return tree_ ? tree_->num_states() : 0; }
   int64_t num_cached_pages() const { return tree_ ? tree_->num_cached() : 0; }
 
  private:
   void continue_running(bool decodes);
   void admit_waiting();
+  PrefixMatch match_prefix(Sequence& sequence);
   bool try_admit(Sequence& sequence);
   void add_chunk(Sequence& sequence);
   int64_t reserve(Sequence& sequence, int64_t num_tokens);
   std::optional<PageId> take_page(const Sequence& sequence);
   void preempt_youngest();
   bool prefix_is_coming(const Sequence& sequence, int64_t num_matched_pages) const;
+  int64_t tokens_to_next_stop(const Sequence& sequence) const;
+  void keep_state(Sequence& sequence, int64_t num_pages);
   int64_t missing_pages(const Sequence& sequence) const;
   void release_memory(Sequence& sequence);
 

@@ -23,7 +23,8 @@ uint64_t hash_of(int32_t parent, uint64_t salt, std::span<const int32_t> tokens)
 
 }  // namespace
 
-PrefixTree::PrefixTree(PagePool& pool, int64_t page_size) : pool_(pool), page_size_(page_size) {
+PrefixTree::PrefixTree(PagePool& pool, int64_t page_size, StatePool* states, int64_t max_states)
+    : pool_(pool), page_size_(page_size), states_(states), max_states_(max_states) {
   require(page_size >= 1, "page_size must be at least 1, not ", page_size);
 }
 
@@ -31,6 +32,9 @@ PrefixTree::~PrefixTree() {
   for (const Node& entry : nodes_) {
     if (entry.page >= 0) {
       pool_.release(entry.page);
+    }
+    if (entry.state) {
+      states_->release(*entry.state);
     }
   }
 }
@@ -49,6 +53,17 @@ PrefixTree::NodeIdx PrefixTree::find(NodeIdx parent, uint64_t salt, std::span<co
     }
   }
   return kRoot;
+}
+
+PrefixTree::NodeIdx PrefixTree::find_path(std::span<const int32_t> tokens, uint64_t salt) const {
+  NodeIdx idx = kRoot;
+  for (size_t page_idx = 0; page_idx < tokens.size() / static_cast<size_t>(page_size_); ++page_idx) {
+    idx = find(idx, salt, page_of(tokens, page_idx));
+    if (idx == kRoot) {
+      break;
+    }
+  }
+  return idx;
 }
 
 PrefixTree::NodeIdx PrefixTree::add(NodeIdx parent, uint64_t salt, std::span<const int32_t> tokens, PageId page) {
@@ -85,24 +100,38 @@ void PrefixTree::touch(NodeIdx idx) {
   entry.last_used = clock_;
 }
 
-std::vector<PageId> PrefixTree::match(std::span<const int32_t> tokens, uint64_t salt) {
+PrefixMatch PrefixTree::match(std::span<const int32_t> tokens, uint64_t salt) {
   ++clock_;
-  std::vector<PageId> pages;
+  PrefixMatch found;
   NodeIdx parent = kRoot;
+  NodeIdx last_with_state = kRoot;
+  size_t num_pages = 0;  // that are of use
   for (size_t page_idx = 0; page_idx < tokens.size() / static_cast<size_t>(page_size_); ++page_idx) {
     const NodeIdx idx = find(parent, salt, page_of(tokens, page_idx));
     if (idx == kRoot) {
       break;
     }
     touch(idx);
-    pages.push_back(node(idx).page);
-    pool_.retain(pages.back());
+    found.pages.push_back(node(idx).page);
+    if (states_ == nullptr || node(idx).state) {
+      num_pages = found.pages.size();
+      last_with_state = idx;
+    }
     parent = idx;
   }
-  return pages;
+  found.num_known_pages = static_cast<int64_t>(found.pages.size());
+  found.pages.resize(num_pages);
+  for (const PageId page : found.pages) {
+    pool_.retain(page);
+  }
+  if (states_ != nullptr && last_with_state != kRoot) {
+    found.state = node(last_with_state).state;
+    node(last_with_state).state_last_used = clock_;
+  }
+  return found;
 }
 
-void PrefixTree::insert(std::span<const int32_t> tokens, std::span<const PageId> pages, uint64_t salt) {
+void PrefixTree::insert(std::span<const int32_t> tokens, std::span<PageId> pages, uint64_t salt) {
   SHOAL_ASSERT(tokens.size() >= pages.size() * static_cast<size_t>(page_size_));
   ++clock_;
   NodeIdx parent = kRoot;
@@ -114,8 +143,44 @@ void PrefixTree::insert(std::span<const int32_t> tokens, std::span<const PageId>
     } else {
       touch(idx);
     }
+    pool_.retain(node(idx).page);
+    pool_.release(pages[page_idx]);
+    pages[page_idx] = node(idx).page;
     parent = idx;
   }
+}
+
+void PrefixTree::keep_state(std::span<const int32_t> tokens, StateSlot from, uint64_t salt) {
+  const NodeIdx idx = find_path(tokens, salt);
+  SHOAL_ASSERT(states_ != nullptr && idx != kRoot);
+  if (max_states_ == 0) {
+    return;
+  }
+  Node& entry = node(idx);
+  entry.state_last_used = ++clock_;
+  if (entry.state) {
+    return;  // of the same tokens, so the same bits
+  }
+  if (num_states() == max_states_) {
+    release_state(*std::ranges::min_element(with_state_, {}, [&](NodeIdx i) { return node(i).state_last_used; }));
+  }
+  entry.state = states_->acquire();
+  SHOAL_ASSERT(entry.state.has_value());  // max_states of the pool's slots are the tree's
+  states_->copy(from, *entry.state);
+  with_state_.push_back(idx);
+}
+
+void PrefixTree::drop_state(std::span<const int32_t> tokens, uint64_t salt) {
+  const NodeIdx idx = find_path(tokens, salt);
+  if (idx != kRoot && node(idx).state) {
+    release_state(idx);
+  }
+}
+
+void PrefixTree::release_state(NodeIdx idx) {
+  states_->release(*node(idx).state);
+  node(idx).state.reset();
+  std::erase(with_state_, idx);
 }
 
 void PrefixTree::remove_leaf(NodeIdx idx) {
@@ -129,6 +194,9 @@ void PrefixTree::remove_leaf(NodeIdx idx) {
   }
   pool_.release(entry.page);
   entry.page = -1;
+  if (entry.state) {
+    release_state(idx);
+  }
   free_nodes_.push_back(idx);
 }
 

@@ -73,45 +73,47 @@ TEST(PrefixTree, FindsTheLongestPrefixInWholePages) {
   PagePool pool(8);
   PrefixTree tree(pool, 4);
   const std::vector<int32_t> tokens = iota(0, 12);
-  const std::vector<PageId> pages = take(pool, 3);
+  std::vector<PageId> pages = take(pool, 3);
   tree.insert(tokens, pages);
   EXPECT_EQ(tree.num_cached(), 3);
   EXPECT_EQ(pool.ref_count(pages[0]), 2);
 
   std::vector<int32_t> other = iota(0, 15);
   other[9] = 99;  // differs in the third page
-  EXPECT_EQ(tree.match(other), (std::vector<PageId>{pages[0], pages[1]}));
+  EXPECT_EQ(tree.match(other).pages, (std::vector<PageId>{pages[0], pages[1]}));
   EXPECT_EQ(pool.ref_count(pages[0]), 3);
   EXPECT_EQ(pool.ref_count(pages[2]), 2);
-  EXPECT_EQ(tree.match(iota(0, 7)), std::vector<PageId>{pages[0]});
-  EXPECT_TRUE(tree.match(iota(0, 3)).empty());
-  EXPECT_TRUE(tree.match(iota(1, 12)).empty());
+  EXPECT_EQ(tree.match(iota(0, 7)).pages, std::vector<PageId>{pages[0]});
+  EXPECT_TRUE(tree.match(iota(0, 3)).pages.empty());
+  EXPECT_TRUE(tree.match(iota(1, 12)).pages.empty());
   // A page belongs to the whole text before it: the second page alone is not found.
-  EXPECT_TRUE(tree.match(iota(4, 8)).empty());
+  EXPECT_TRUE(tree.match(iota(4, 8)).pages.empty());
 }
 
 TEST(PrefixTree, SaltSeparates) {
   PagePool pool(4);
   PrefixTree tree(pool, 2);
-  const std::vector<PageId> first = take(pool, 1);
-  const std::vector<PageId> second = take(pool, 1);
+  std::vector<PageId> first = take(pool, 1);
+  std::vector<PageId> second = take(pool, 1);
   tree.insert(iota(5, 2), first, 1);
-  EXPECT_TRUE(tree.match(iota(5, 2)).empty());
-  EXPECT_TRUE(tree.match(iota(5, 2), 2).empty());
+  EXPECT_TRUE(tree.match(iota(5, 2)).pages.empty());
+  EXPECT_TRUE(tree.match(iota(5, 2), 2).pages.empty());
   tree.insert(iota(5, 2), second, 2);
-  EXPECT_EQ(tree.match(iota(5, 2), 1), first);
-  EXPECT_EQ(tree.match(iota(5, 2), 2), second);
+  EXPECT_EQ(tree.match(iota(5, 2), 1).pages, first);
+  EXPECT_EQ(tree.match(iota(5, 2), 2).pages, second);
 }
 
 TEST(PrefixTree, KeepsItsOwnPageForKnownContent) {
   PagePool pool(4);
   PrefixTree tree(pool, 2);
-  const std::vector<PageId> first = take(pool, 1);
-  const std::vector<PageId> second = take(pool, 2);
+  std::vector<PageId> first = take(pool, 1);
+  std::vector<PageId> second = take(pool, 2);
   tree.insert(iota(0, 2), first);
   tree.insert(iota(0, 4), second);
-  EXPECT_EQ(tree.match(iota(0, 4)), (std::vector<PageId>{first[0], second[1]}));
-  EXPECT_EQ(pool.ref_count(second[0]), 1);
+  EXPECT_EQ(second[0], first[0]);  // the caller's own went back to the pool
+  EXPECT_EQ(tree.match(iota(0, 4)).pages, second);
+  EXPECT_EQ(pool.ref_count(first[0]), 4);
+  EXPECT_EQ(pool.num_free(), 2);
 }
 
 TEST(PrefixTree, EvictsTheLeastRecentlyUsedLeafThatNobodyHolds) {
@@ -120,9 +122,9 @@ TEST(PrefixTree, EvictsTheLeastRecentlyUsedLeafThatNobodyHolds) {
   const std::vector<int32_t> a = {1, 1, 2, 2};
   const std::vector<int32_t> b = {1, 1, 3, 3};
   const std::vector<int32_t> c = {4, 4};
-  const std::vector<PageId> pa = take(pool, 2);
-  const std::vector<PageId> pb = take(pool, 2);
-  const std::vector<PageId> pc = take(pool, 1);
+  std::vector<PageId> pa = take(pool, 2);
+  std::vector<PageId> pb = take(pool, 2);
+  std::vector<PageId> pc = take(pool, 1);
   tree.insert(a, pa);
   tree.insert(b, pb);  // shares the first page with a
   tree.insert(c, pc);
@@ -133,13 +135,13 @@ TEST(PrefixTree, EvictsTheLeastRecentlyUsedLeafThatNobodyHolds) {
   EXPECT_EQ(tree.num_evictable(), 4);
   EXPECT_EQ(pool.num_free(), 4);
 
-  const std::vector<PageId> held = tree.match(a);  // a is held, so its shared first page is too
+  const std::vector<PageId> held = tree.match(a).pages;  // a is held, so its shared first page is too
   EXPECT_EQ(tree.num_evictable(), 2);
   EXPECT_EQ(tree.evict(1), 1);
-  EXPECT_TRUE(tree.match(b).size() == 1);  // b was used before c
+  EXPECT_TRUE(tree.match(b).pages.size() == 1);  // b was used before c
   give(pool, {pa[0]});
   EXPECT_EQ(tree.evict(10), 1);
-  EXPECT_TRUE(tree.match(c).empty());
+  EXPECT_TRUE(tree.match(c).pages.empty());
   EXPECT_EQ(tree.evict(1), 0);
   give(pool, held);
   EXPECT_EQ(tree.num_evictable(), 2);
@@ -153,13 +155,13 @@ TEST(PrefixTree, GivesEverythingBackAtTheEndEvenOfAVeryLongPrompt) {
   PagePool pool(kPages);
   {
     PrefixTree tree(pool, 1);
-    const std::vector<PageId> pages = take(pool, kPages);
+    std::vector<PageId> pages = take(pool, kPages);
     tree.insert(iota(0, kPages), pages);
     give(pool, pages);
     EXPECT_EQ(pool.num_free(), 0);
     EXPECT_EQ(tree.num_evictable(), kPages);
     EXPECT_EQ(tree.evict(7), 7);
-    EXPECT_EQ(tree.match(iota(0, kPages)).size(), static_cast<size_t>(kPages - 7));
+    EXPECT_EQ(tree.match(iota(0, kPages)).pages.size(), static_cast<size_t>(kPages - 7));
     for (PageId page = 0; page < kPages; ++page) {
       if (pool.ref_count(page) == 2) {
         pool.release(page);
@@ -167,6 +169,76 @@ TEST(PrefixTree, GivesEverythingBackAtTheEndEvenOfAVeryLongPrompt) {
     }
   }
   EXPECT_EQ(pool.num_free(), kPages);
+}
+
+// A pool whose slots hold one number.
+StatePool number_states(int64_t num_slots) { return StatePool({{.conv_channels = 1, .conv_reach = 1}}, num_slots, 0); }
+float& number_of(const StatePool& states, StateSlot slot) { return *states.conv_state(0, slot).as<float>(); }
+
+TEST(PrefixTree, AMatchEndsWhereStatesAreKept) {
+  PagePool pool(8);
+  StatePool states = number_states(3);
+  const StateSlot slot = states.acquire().value();
+  {
+    PrefixTree tree(pool, 2, &states, 2);
+    std::vector<PageId> pages = take(pool, 4);
+    tree.insert(iota(0, 8), pages, 7);
+    PrefixMatch match = tree.match(iota(0, 8), 7);
+    EXPECT_TRUE(match.pages.empty());
+    EXPECT_EQ(match.num_known_pages, 4);
+    EXPECT_FALSE(match.state.has_value());
+
+    number_of(states, slot) = 20.0f;
+    tree.keep_state(iota(0, 4), slot, 7);
+    number_of(states, slot) = 30.0f;  // a copy was kept
+    match = tree.match(iota(0, 8), 7);
+    EXPECT_EQ(match.pages, (std::vector<PageId>{pages[0], pages[1]}));
+    EXPECT_EQ(match.num_known_pages, 4);
+    EXPECT_EQ(number_of(states, match.state.value()), 20.0f);
+    EXPECT_EQ(pool.ref_count(pages[1]), 3);
+    EXPECT_EQ(pool.ref_count(pages[2]), 2);
+    EXPECT_TRUE(tree.match(iota(0, 8), 8).pages.empty());
+
+    tree.drop_state(iota(0, 4), 7);
+    tree.drop_state(iota(0, 2), 7);  // has none
+    EXPECT_TRUE(tree.match(iota(0, 8), 7).pages.empty());
+    EXPECT_EQ(tree.num_states(), 0);
+    tree.keep_state(iota(0, 6), slot, 7);
+  }
+  EXPECT_EQ(states.num_free(), 2);
+}
+
+TEST(PrefixTree, TheLeastRecentlyUsedStatesMakeRoom) {
+  PagePool pool(8);
+  StatePool states = number_states(3);
+  const StateSlot slot = states.acquire().value();
+  PrefixTree tree(pool, 1, &states, 2);
+  std::vector<PageId> pages = take(pool, 3);
+  tree.insert(iota(0, 3), pages);
+  for (const int64_t length : {1, 2}) {
+    number_of(states, slot) = static_cast<float>(length);
+    tree.keep_state(iota(0, length), slot);
+  }
+  EXPECT_EQ(number_of(states, tree.match(iota(0, 1)).state.value()), 1.0f);  // used after the second
+  tree.keep_state(iota(0, 3), slot);
+  EXPECT_EQ(tree.num_states(), 2);
+  EXPECT_EQ(tree.match(iota(0, 2)).pages.size(), 1u);
+  EXPECT_EQ(tree.match(iota(0, 3)).pages.size(), 3u);
+  EXPECT_EQ(states.num_free(), 0);
+}
+
+TEST(PrefixTree, StatesGoWithTheirPage) {
+  PagePool pool(2);
+  StatePool states = number_states(2);
+  const StateSlot slot = states.acquire().value();
+  PrefixTree tree(pool, 1, &states, 1);
+  std::vector<PageId> pages = take(pool, 2);
+  tree.insert(iota(0, 2), pages);
+  tree.keep_state(iota(0, 2), slot);
+  give(pool, pages);
+  EXPECT_EQ(tree.evict(1), 1);
+  EXPECT_EQ(tree.num_states(), 0);
+  EXPECT_EQ(states.num_free(), 1);
 }
 
 // Against a map from (salt, prefix) to page.
@@ -188,7 +260,7 @@ TEST(PrefixTree, AgreesWithAMapOfPrefixes) {
         return std::pair(salt, std::vector<int32_t>(tokens.begin(), tokens.begin() + 2 * pages));
       };
       if (random.integer(0, 2) == 0 && pool.num_free() >= num_pages) {
-        const std::vector<PageId> pages = take(pool, num_pages);
+        std::vector<PageId> pages = take(pool, num_pages);
         tree.insert(tokens, pages, salt);
         for (int64_t i = 0; i < num_pages; ++i) {
           model.try_emplace(prefix(i + 1), pages[static_cast<size_t>(i)]);
@@ -219,7 +291,7 @@ TEST(PrefixTree, AgreesWithAMapOfPrefixes) {
         for (int64_t i = 1; i <= num_pages && model.contains(prefix(i)); ++i) {
           expected.push_back(model.at(prefix(i)));
         }
-        EXPECT_EQ(tree.match(tokens, salt), expected);
+        EXPECT_EQ(tree.match(tokens, salt).pages, expected);
         give(pool, expected);
       }
       EXPECT_EQ(tree.num_cached(), static_cast<int64_t>(model.size()));

@@ -207,7 +207,9 @@ def test_greedy_tokens_do_not_depend_on_company(family):
     prompts = [tokens[:n] for n in (5, 17, 33, 48)]
     alone = shoal.LLM(folder)
     expected = [alone.generate([p], GREEDY)[0].token_ids for p in prompts]
+    num_rows = alone.stats()["num_tokens"]
     again = [alone.generate([p], GREEDY)[0].token_ids for p in prompts]  # prefix hits
+    assert alone.stats()["num_tokens"] - num_rows < num_rows
     together = [c.token_ids for c in shoal.LLM(folder, page_size=16).generate(prompts, GREEDY)]
     chunked = [c.token_ids for c in shoal.LLM(folder, max_batch_tokens=7).generate(prompts, GREEDY)]
     assert again == expected
