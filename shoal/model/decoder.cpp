@@ -146,6 +146,8 @@ class Decoder final : public Model {
     loader.place(embedding_);
     info_.num_parameters += loader.num_parameters();
     info_.weight_bytes = loader.weight_bytes() + embedding_.matrix.num_bytes();
+    info_.weights = loader.weights();
+    describe_layers();
     info_.device = device_;
     info_.architecture = c.architecture;
     info_.name = c.name;
@@ -155,6 +157,26 @@ class Decoder final : public Model {
     info_.max_positions = c.max_positions;
     if (options.progress) {
       options.progress(1.0);
+    }
+  }
+
+  void describe_layers() {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      const DecoderLayerConfig& layer = config_.layers[i];
+      std::string text;
+      switch (layer.mixer) {
+        case Mixer::kAttention: text = config_.latent.kv_rank > 0 ? "latent attention" : "attention"; break;
+        case Mixer::kShortConv: text = "short convolution"; break;
+        case Mixer::kDeltaNet: text = "gated delta net"; break;
+      }
+      if (layer.window > 0) {
+        text += concat(", window ", layer.window);
+      }
+      const ExpertsConfig& experts = config_.experts;
+      text += layer.has_experts ? concat("; experts ", experts.top_k, " of ", experts.num_experts,
+                                         experts.shared_hidden > 0 ? ", one shared" : "")
+                                : "; dense";
+      info_.layers.push_back(std::move(text));
     }
   }
 
@@ -240,6 +262,8 @@ class Decoder final : public Model {
         options.max_positions > 0 ? std::min(options.max_positions, config_.max_positions) : config_.max_positions;
     for (const RopeConfig& rope_config : config_.ropes) {
       RopeTables tables = make_rope_tables(rope_config, max_pos);
+      info_.position_bytes +=
+          (tables.cos.view().num_bytes() + tables.sin.view().num_bytes()) / std::max<int64_t>(max_pos, 1);
       ropes_.push_back({loader.place(std::move(tables.cos)), loader.place(std::move(tables.sin))});
     }
   }

@@ -27,7 +27,8 @@ Loader::Loader(const io::WeightSource& source, const io::CheckpointScheme& schem
     : source_(source),
       scheme_(scheme),
       precision_(options.exact ? MatmulPrecision::kExact : MatmulPrecision::kDefault),
-      context_(context) {}
+      context_(context),
+      plan_only_(options.plan_only) {}
 
 bool Loader::has_matrix(const std::string& stem) const { return has(stem + kWeight) || scheme_.covers(source_, stem); }
 
@@ -40,6 +41,7 @@ Tensor Loader::vector(const std::string& name, std::initializer_list<int64_t> sh
     value += offset;
   }
   num_parameters_ += static_cast<int64_t>(data.size());
+  weight_bytes_ += static_cast<int64_t>(data.size_bytes());
   return values;
 }
 
@@ -108,9 +110,24 @@ MatmulWeight Loader::prepare(std::span<const LoadedMatrix* const> parts, MatmulP
   for (const LoadedMatrix* part : parts) {
     matrices.push_back(part->matrix);
   }
-  MatmulWeight weight = prepare_matmul(matrices, precision, context_);
-  weight_bytes_ += weight.num_bytes();
+  MatmulWeight weight =
+      plan_only_ ? plan_matmul(matrices, precision, context_) : prepare_matmul(matrices, precision, context_);
+  count(weight);
   return weight;
+}
+
+void Loader::count(const MatmulWeight& weight) {
+  weight_bytes_ += weight.num_bytes();
+  const std::string_view format = shoal::info(weight.format()).name;
+  auto group = std::ranges::find_if(weights_, [&](const WeightGroup& g) {
+    return g.format == format && g.layout == weight.layout() && g.variant == weight.variant();
+  });
+  if (group == weights_.end()) {
+    weights_.push_back({std::string(format), std::string(weight.layout()), std::string(weight.variant())});
+    group = weights_.end() - 1;
+  }
+  ++group->count;
+  group->num_bytes += weight.num_bytes();
 }
 
 std::vector<MatmulWeight> Loader::prepare_each(std::span<const std::vector<LoadedMatrix>* const> joined,
@@ -125,13 +142,14 @@ std::vector<MatmulWeight> Loader::prepare_each(std::span<const std::vector<Loade
     }
     weights.push_back(prepare(parts, precision_));
     for (const LoadedMatrix* part : parts) {
-      if (part->owner && !weights.back().owns_bytes()) {
+      if (part->owner && !weights.back().owns_bytes() && !plan_only_) {
         owners.push_back(part->owner);
       }
     }
   }
   tensors.erase(nullptr);
-  if (std::all_of(weights.begin(), weights.end(), [](const MatmulWeight& w) { return w.owns_bytes(); })) {
+  if (!plan_only_ &&
+      std::all_of(weights.begin(), weights.end(), [](const MatmulWeight& w) { return w.owns_bytes(); })) {
     for (const io::WeightTensor* tensor : tensors) {
       source_.drop(*tensor);
     }

@@ -82,19 +82,23 @@ class Loader {
   Device device() const { return context_.device; }
   int64_t num_parameters() const { return num_parameters_; }
   int64_t weight_bytes() const { return weight_bytes_; }
+  const std::vector<WeightGroup>& weights() const { return weights_; }
   void count_parameters(int64_t count) { num_parameters_ += count; }
 
  private:
   Linear linear(std::span<const Part> parts, int64_t k, Bias bias, MatmulPrecision precision);
   MatmulWeight prepare(std::span<const LoadedMatrix* const> parts, MatmulPrecision precision);
+  void count(const MatmulWeight& weight);
   Tensor join_biases(std::span<const Part> parts, Bias bias);
 
   const io::WeightSource& source_;
   const io::CheckpointScheme& scheme_;
   MatmulPrecision precision_;
   const OpContext& context_;
+  bool plan_only_;
   int64_t num_parameters_ = 0;
   int64_t weight_bytes_ = 0;
+  std::vector<WeightGroup> weights_;
 };
 
 }  // namespace shoal

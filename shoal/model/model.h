@@ -28,16 +28,28 @@ struct Batch {
   TensorView state_slots;   // [num_seqs] i32: slots of the StatePool; absent for a model without states
 };
 
+// Weights that were prepared alike.
+struct WeightGroup {
+  std::string format;   // "q4_k"; of several that were joined, the first
+  std::string layout;   // MatmulWeight::layout
+  std::string variant;  // MatmulWeight::variant
+  int64_t count = 0;
+  int64_t num_bytes = 0;
+};
+
 struct ModelInfo {
   std::string architecture;  // "llama": as config.json or GGUF call it
   std::string name;          // from the file, may be empty
   int64_t num_parameters = 0;
   int64_t num_layers = 0;
   int64_t hidden = 0;
-  int64_t vocab_size = 0;     // width of the logits
-  int64_t max_positions = 0;  // trained context
-  int64_t weight_bytes = 0;   // resident after load
-  Device device{};            // where weights stand and steps run
+  int64_t vocab_size = 0;           // width of the logits
+  int64_t max_positions = 0;        // trained context
+  int64_t weight_bytes = 0;         // resident after load
+  int64_t position_bytes = 0;       // of rotary tables, for each position of the context
+  std::vector<std::string> layers;  // "attention, window 512; experts 8 of 128", "delta net; dense"
+  std::vector<WeightGroup> weights;
+  Device device{};  // where weights stand and steps run
   std::vector<KvLayerShape> kv_layers;
   std::vector<StateLayerShape> state_layers;  // of convolutions and recurrences; empty: attention is all
 };
@@ -72,8 +84,9 @@ class Model {
 };
 
 struct LoadOptions {
-  bool exact = false;                             // f32 activations
-  int64_t max_positions = 0;                      // rows of the rotary tables; 0: the model's trained context
+  bool exact = false;         // f32 activations
+  int64_t max_positions = 0;  // rows of the rotary tables; 0: the model's trained context
+  bool plan_only = false;  // every tensor is checked and info() and workspace_bytes() tell; forward must not be called
   std::function<void(double fraction)> progress;  // called from the loading thread, 0 to 1
 };
 

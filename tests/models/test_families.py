@@ -1,6 +1,8 @@
 """Every family against the logits that `transformers` computed (tests/golden/models), from folders and from GGUF."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -237,6 +239,53 @@ def test_a_long_prompt_in_one_step_equals_chunks(threads, tmp_path):
     chunked = shoal.LLM(str(path), threads=1, max_batch_tokens=170, max_context=4096, page_size=128)
     expected = chunked.generate([prompt], params)[0].token_ids
     assert whole.generate([prompt], params)[0].token_ids == expected
+
+
+def test_a_plan_tells_the_weights_that_a_load_makes(family):
+    folder = str(GOLDEN / family)
+    for exact in (False, True):
+        plan = shoal._core.plan_model(folder, [64], exact=exact)
+        info = shoal.LLM(folder, exact=exact, max_context=64).info
+        assert plan["weight_bytes"] == info["weight_bytes"]
+        assert plan["parameters"] == info["num_parameters"]
+        assert len(plan["layers"]) == json.loads((GOLDEN / family / "config.json").read_text())["num_hidden_layers"]
+
+
+RESIDENT = """
+import json, sys
+import shoal
+from shoal import command_inspect
+
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+
+folder, length = sys.argv[1], int(sys.argv[2])
+options = {"max_context": length, "kv_dtype": "f32", "max_batch_tokens": 256}
+plan = command_inspect.describe(__import__("pathlib").Path(folder), **options)["plan"]
+before = resident()
+llm = shoal.LLM(folder, device="cpu", **options)
+vocab_size = llm.info["vocab_size"]
+params = shoal.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+llm.generate([[(i * 7919) % vocab_size for i in range(length - 8)]], params)
+print(json.dumps({"needs": plan["memory"], "resident": resident() - before}))
+"""
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_a_long_context_takes_the_memory_that_inspect_told(name, tmp_path):
+    """With windows, and with states. 32K here; 128K takes a minute and a half (`python -c`, the same lines)."""
+    length = 32768
+    config = json.loads((GOLDEN / name / "config.json").read_text()) | {"max_position_embeddings": length}
+    folder = tiny_models.write_folder(tmp_path / "model", config, {})
+    (folder / "model.safetensors").write_bytes((GOLDEN / name / "model.safetensors").read_bytes())
+    result = subprocess.run(
+        [sys.executable, "-c", RESIDENT, str(folder), str(length)], capture_output=True, text=True, check=True
+    )
+    found = json.loads(result.stdout)
+    (need,) = (need for need in found["needs"] if need["context"] == length)
+    assert need["total"] == need["weights"] + need["kv"] + need["states"] + need["workspace"]
+    assert abs(found["resident"] - need["total"]) <= 0.05 * need["total"]
 
 
 @pytest.mark.parametrize(

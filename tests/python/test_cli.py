@@ -304,8 +304,20 @@ def test_inspect(smollm2_path: Path) -> None:
     assert 134e6 < found["parameters"] < 136e6
     assert {"name", "format", "shape", "bytes"} == set(found["tensors"][0])
     assert found["metadata"]["tokenizer.ggml.pre"] == "smollm"
-    text = shoal_here("inspect", str(smollm2_path)).stdout
+    plan = found["plan"]
+    assert plan["layers"] == ["attention; dense"] * 30 and plan["parameters"] == found["parameters"]
+    assert plan["kv_token_bytes"] == {"f32": 46080, "f16": 23040, "bf16": 23040, "int8": 11520}
+    assert {(group["format"], group["count"], group["why"]) for group in plan["weights"]} == {
+        ("q4_1", 120, None),
+        ("q8_0", 1, None),
+    }
+    (need,) = plan["memory"]
+    assert need["context"] == 8192 and need["kv"] == 8192 * 23040  # the model's context is no longer
+    text = shoal_here("inspect", str(smollm2_path), "--kv-dtype", "int8").stdout
     assert "134,515,008" in text and "token_embd.weight" in text
+    assert "30 x attention; dense" in text and "KV cache in int8" in text
+    exact = json.loads(shoal_here("inspect", str(smollm2_path), "--exact", "--json").stdout)["plan"]["weights"]
+    assert {group["why"] for group in exact} == {"exact activations were asked for"}
 
 
 def test_what_cannot_run_is_said(tmp_path: Path) -> None:

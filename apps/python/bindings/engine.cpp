@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "apps/python/bindings/bindings.h"
+#include "shoal/engine/plan.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -178,6 +179,61 @@ nb::dict stats_dict(const Engine& engine) {
   return dict;
 }
 
+nb::dict plan(const std::string& model, const std::vector<int64_t>& contexts, const std::string& kv_dtype, bool exact,
+              int threads, int64_t max_batch_tokens, int64_t page_size) {
+  EngineOptions options;
+  options.model = model;
+  options.kv_dtype = kv_dtype;
+  options.exact = exact;
+  options.threads = threads;
+  options.max_batch_tokens = max_batch_tokens;
+  options.page_size = page_size;
+  const ModelPlan plan = [&] {
+    const nb::gil_scoped_release unlock;
+    return plan_model(options, contexts);
+  }();
+  nb::list layers;
+  for (const std::string& layer : plan.model.layers) {
+    layers.append(to_str(layer));
+  }
+  nb::list weights;
+  for (const WeightGroup& group : plan.model.weights) {
+    nb::dict dict;
+    dict["format"] = to_str(group.format);
+    dict["layout"] = to_str(group.layout);
+    dict["variant"] = to_str(group.variant);
+    dict["count"] = group.count;
+    dict["bytes"] = group.num_bytes;
+    weights.append(dict);
+  }
+  nb::list memory;
+  for (const MemoryNeed& need : plan.needs) {
+    nb::dict dict;
+    dict["context"] = need.context;
+    dict["weights"] = need.weight_bytes;
+    dict["kv"] = need.kv_bytes;
+    dict["states"] = need.state_bytes;
+    dict["workspace"] = need.workspace_bytes;
+    dict["total"] = need.total();
+    memory.append(dict);
+  }
+  nb::dict kv;
+  for (const auto& [name, num_bytes] : plan.kv_token_bytes) {
+    kv[to_str(name)] = num_bytes;
+  }
+  nb::dict result;
+  result["parameters"] = plan.model.num_parameters;
+  result["max_context"] = plan.model.max_positions;
+  result["weight_bytes"] = plan.model.weight_bytes;
+  result["kv_dtype"] = to_str(plan.kv_dtype);
+  result["layers"] = layers;
+  result["weights"] = weights;
+  result["kv_token_bytes"] = kv;
+  result["state_bytes"] = plan.state_slot_bytes;
+  result["memory"] = memory;
+  return result;
+}
+
 // Joining the loop can take a step's time, so the engine dies without the lock held.
 struct ReleaseLock {
   void operator()(Engine* engine) const {
@@ -205,6 +261,9 @@ class EngineHandle {
 
 void bind_engine(nb::module_& module) {
   bind_values(module);
+  module.def("plan_model", &plan, "model"_a, "contexts"_a, nb::kw_only(), "kv_dtype"_a = "auto", "exact"_a = false,
+             "threads"_a = 0, "max_batch_tokens"_a = EngineOptions{}.max_batch_tokens,
+             "page_size"_a = EngineOptions{}.page_size);
   nb::class_<EngineHandle>(module, "Engine")
       .def(
           "__init__",

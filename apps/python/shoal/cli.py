@@ -314,14 +314,25 @@ def eval_command(
 
 @app.command("inspect")
 def inspect_command(
-    context: typer.Context, model: Model = "smollm2", json: Json = False, print_config_: PrintConfig = False
+    context: typer.Context,
+    model: Model = "smollm2",
+    json: Json = False,
+    kv_dtype: KvDtype = "auto",
+    ctx: Context = 0,
+    threads: Threads = 0,
+    exact: Exact = False,
+    max_batch_tokens: BatchTokens = 2048,
+    page_size: PageSize = 32,
+    print_config_: PrintConfig = False,
 ) -> int:
-    """Show what is in a model file."""
+    """Show what is in a model file, and what it needs on this machine's processor."""
     if print_config_:
         print_config(context)
     from shoal.command_inspect import inspect
 
-    return inspect(model, json)
+    engine = engine_options("cpu", kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
+    del engine["device"]
+    return inspect(model, json, **engine)
 
 
 @app.command("doctor")

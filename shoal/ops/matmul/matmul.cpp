@@ -22,11 +22,14 @@ constexpr std::string_view kVariants = "i8, f32, ref";
 
 bool is_plain(Format format) { return format == Format::kF32 || format == Format::kF16 || format == Format::kBF16; }
 
-MatmulKernel select_kernel(const QuantMatrix& raw, MatmulPrecision precision, std::string_view variant) {
+enum class Bytes : uint8_t { kPacked, kCounted };
+
+MatmulKernel select_kernel(const QuantMatrix& raw, MatmulPrecision precision, std::string_view variant, Bytes bytes) {
   if (variant == "ref") {
     return MatmulKernel::kReference;
   }
-  if (precision == MatmulPrecision::kDefault && variant != "f32" && has_integer_kernel(raw)) {
+  if (precision == MatmulPrecision::kDefault && variant != "f32" &&
+      (bytes == Bytes::kCounted ? integer_layout(raw.format).has_value() : has_integer_kernel(raw))) {
     return MatmulKernel::kInteger;
   }
   if (variant == "i8") {
@@ -46,8 +49,12 @@ std::string_view variant_of(MatmulKernel kernel) {
   return "";
 }
 
+bool is_packed(const MatmulPart& part) {
+  return part.kernel == MatmulKernel::kPlain || part.kernel == MatmulKernel::kInteger;
+}
+
 std::string layout_of(const MatmulPart& part, int group) {
-  return part.packed.size() == 0 ? "raw" : concat(info(part.raw.format).name, "_x", group);
+  return is_packed(part) ? concat(info(part.raw.format).name, "_x", group) : "raw";
 }
 
 std::string join(const std::set<std::string>& names) {
@@ -83,7 +90,7 @@ int64_t MatmulWeight::num_bytes() const {
     sum += part.num_bytes();
   }
   for (const MatmulPart& part : impl_->parts) {
-    sum += part.raw.codes == nullptr ? static_cast<int64_t>(part.packed.size()) : part.raw.num_bytes();
+    sum += is_packed(part) ? static_cast<int64_t>(part.group_bytes) * part.num_groups : part.raw.num_bytes();
   }
   return sum;
 }
@@ -97,16 +104,12 @@ void check_raw(const QuantMatrix& raw, int64_t k) {
   require(raw.codes != nullptr || raw.n * raw.k == 0, "matmul: a weight has no data");
 }
 
-}  // namespace
-
-MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context) {
+void prepare(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context, Bytes bytes,
+             MatmulWeight::Impl& impl) {
   require(!parts.empty(), "matmul: no weight given");
   const std::string_view variant = context.variant;
   require(variant.empty() || variant == "i8" || variant == "f32" || variant == "ref", "matmul: variant \"",
           printable(variant), "\" is unknown: ", kVariants);
-  MatmulWeight weight;
-  weight.impl_ = std::make_unique<MatmulWeight::Impl>();
-  MatmulWeight::Impl& impl = *weight.impl_;
   impl.k = parts.front().k;
   impl.format = parts.front().format;
   impl.precision = precision;
@@ -116,8 +119,9 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
       check_raw(raw, impl.k);
       impl.n += raw.n;
     }
+    SHOAL_ASSERT(bytes == Bytes::kPacked);
     SHOAL_ON_CUDA("matmul", prepare_on_device(parts, impl, context));
-    return weight;
+    return;
   }
   impl.isa = context.isa;
   impl.group = matmul_group(context.isa);
@@ -128,7 +132,7 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
     check_raw(raw, impl.k);
     MatmulPart part;
     part.raw = raw;
-    part.kernel = select_kernel(raw, precision, variant);
+    part.kernel = select_kernel(raw, precision, variant, bytes);
     part.n = raw.n;
     part.out_begin = impl.n;
     part.group_begin = impl.num_groups;
@@ -140,8 +144,12 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
       part.decode_chunk = whole_rows ? raw.k : std::min(raw.k, kDecodeChunk);
       impl.decode_chunk = std::max(impl.decode_chunk, part.decode_chunk);
     }
-    if (part.kernel == MatmulKernel::kPlain || part.kernel == MatmulKernel::kInteger) {
-      pack_matmul_part(part, raw.k, impl.group, *context.pool);
+    if (is_packed(part)) {
+      part.group_bytes = packed_group_bytes(part, raw.k, impl.group);
+      if (bytes == Bytes::kPacked) {
+        pack_matmul_part(part, raw.k, impl.group, *context.pool);
+      }
+      part.raw.codes = nullptr;  // no longer read
     }
     impl.n += part.n;
     impl.num_groups += part.num_groups;
@@ -151,6 +159,21 @@ MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision 
   }
   impl.layout = join(layouts);
   impl.variant = join(variants);
+}
+
+}  // namespace
+
+MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context) {
+  MatmulWeight weight;
+  weight.impl_ = std::make_unique<MatmulWeight::Impl>();
+  prepare(parts, precision, context, Bytes::kPacked, *weight.impl_);
+  return weight;
+}
+
+MatmulWeight plan_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context) {
+  MatmulWeight weight;
+  weight.impl_ = std::make_unique<MatmulWeight::Impl>();
+  prepare(parts, precision, context, Bytes::kCounted, *weight.impl_);
   return weight;
 }
 

@@ -60,12 +60,16 @@ class MatmulWeight {
 
  private:
   friend MatmulWeight prepare_matmul(std::span<const QuantMatrix>, MatmulPrecision, const OpContext&);
+  friend MatmulWeight plan_matmul(std::span<const QuantMatrix>, MatmulPrecision, const OpContext&);
   std::unique_ptr<Impl> impl_;
 };
 
 // Prepares one matrix, or several with the same k whose outputs stand beside each other (q, k and v; gate and up) as
 // one: one quantisation of the activations and one pass serve them all. Matrices of different formats may be joined.
 MatmulWeight prepare_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context);
+
+// What prepare_matmul would make, without its bytes: tells layout, variant and num_bytes, and cannot be run. CPU only.
+MatmulWeight plan_matmul(std::span<const QuantMatrix> parts, MatmulPrecision precision, const OpContext& context);
 
 struct MatmulArgs {
   TensorView out;     // [m, n] f32

@@ -243,29 +243,29 @@ bool has_integer_kernel(const QuantMatrix& raw) {
   return integer_layout(raw.format).has_value();
 }
 
+size_t packed_group_bytes(const MatmulPart& part, int64_t k, int group) {
+  if (part.kernel == MatmulKernel::kPlain) {
+    return static_cast<size_t>(k) * static_cast<size_t>(group) * (part.raw.format == Format::kF32 ? 4 : 2);
+  }
+  const IntegerLayout layout = *integer_layout(part.raw.format);
+  return static_cast<size_t>(code_region_bytes(layout, k, group) + scale_region_bytes(layout, k, group));
+}
+
 void pack_matmul_part(MatmulPart& part, int64_t k, int group, cpu::ThreadPool& pool) {
   const bool plain = part.kernel == MatmulKernel::kPlain;
-  const size_t value_bytes = part.raw.format == Format::kF32 ? 4 : 2;
-  IntegerLayout layout{};
-  if (plain) {
-    part.group_bytes = static_cast<size_t>(k) * static_cast<size_t>(group) * value_bytes;
-  } else {
-    layout = *integer_layout(part.raw.format);
-    part.group_bytes = static_cast<size_t>(code_region_bytes(layout, k, group) + scale_region_bytes(layout, k, group));
-  }
+  const IntegerLayout layout = plain ? IntegerLayout{} : *integer_layout(part.raw.format);
   part.packed = AlignedBuffer(part.group_bytes * static_cast<size_t>(part.num_groups));
   pool.parallel_for(part.num_groups, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t g = begin; g < end; ++g) {
       if (!plain) {
         pack_integer_group(part, layout, k, group, g);
-      } else if (value_bytes == 4) {
+      } else if (part.raw.format == Format::kF32) {
         pack_plain_group<uint32_t>(part, k, group, g);
       } else {
         pack_plain_group<uint16_t>(part, k, group, g);
       }
     }
   });
-  part.raw.codes = nullptr;
 }
 
 }  // namespace shoal

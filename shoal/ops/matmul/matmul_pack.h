@@ -14,8 +14,10 @@ void unpack_codes(Format format, const std::byte* block, int sub, uint8_t* codes
 // Scale of sub-block i of 16 of a q3_k block: a signed number.
 uint32_t q3_k_scale(const std::byte* block, int i);
 
-// Fills `part.packed` from `part.raw` for the kernel that `part.kernel` names, and drops the reference to the raw
-// bytes.
+// Bytes of a group of outputs in the layout that `part.kernel` reads.
+size_t packed_group_bytes(const MatmulPart& part, int64_t k, int group);
+
+// Fills `part.packed`, groups of `part.group_bytes`, from `part.raw` for the kernel that `part.kernel` names.
 void pack_matmul_part(MatmulPart& part, int64_t k, int group, cpu::ThreadPool& pool);
 
 }  // namespace shoal
