@@ -165,7 +165,7 @@ TEST_P(DeviceFamilies, GraphsAreTheLaunches) {
 
 INSTANTIATE_TEST_SUITE_P(Golden, DeviceFamilies,
                          testing::Values("llama", "llama_bias", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe",
-                                         "mixtral", "gpt_oss", "olmoe", "minimax_m2"),
+                                         "mixtral", "gpt_oss", "olmoe", "minimax_m2", "granite", "granitemoe"),
                          [](const auto& test) { return test.param; });
 
 TEST(DeviceRefusals, WhatHasNoPathYet) {

@@ -119,6 +119,10 @@ Gate read_gate(const Json& config) {
 
 }  // namespace
 
+double gguf_positive(const io::GgufFile& file, const std::string& key) {
+  return positive(file.get_double(key), concat("metadata \"", key, "\""));
+}
+
 DecoderConfig read_gguf_config(const io::GgufFile& file) {
   DecoderConfig c;
   c.architecture = file.get_string("general.architecture");

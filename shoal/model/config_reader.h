@@ -28,6 +28,9 @@ DecoderConfig read_gguf_config(const io::GgufFile& file);
 // `config` is the object that holds hidden_size and its kin.
 DecoderConfig read_hf_config(const Json& config);
 
+// A number that must be there, finite and above zero.
+double gguf_positive(const io::GgufFile& file, const std::string& key);
+
 // The rotary settings in a `rope_parameters` or `rope_scaling` object; `theta` is used where the object has none.
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim);
 

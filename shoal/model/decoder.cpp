@@ -139,7 +139,11 @@ class Decoder final : public Model {
         options.progress(static_cast<double>(i + 1) / static_cast<double>(c.num_layers + 1));
       }
     }
-    output_norm_ = loader.place(loader.vector(names.output_norm + ".weight", {c.hidden}, c.norm_offset));
+    Tensor output_norm = loader.vector(names.output_norm + ".weight", {c.hidden}, c.norm_offset);
+    for (float& weight : output_norm.span<float>()) {
+      weight *= c.logit_scale;
+    }
+    output_norm_ = loader.place(std::move(output_norm));
     const bool tied = !loader.has_matrix(names.output);
     info_.num_parameters = tied ? -c.vocab_size * c.hidden : 0;  // the shared table is counted once
     output_ = loader.linear({{tied ? names.embedding : names.output, c.vocab_size}}, c.hidden);

@@ -52,6 +52,7 @@ struct DecoderConfig {
   float embedding_scale = 1.0f;
   float attention_scale = 0.0f;    // 0: 1 / sqrt(head_dim)
   float attention_softcap = 0.0f;  // 0: off
+  float logit_scale = 1.0f;        // of what the last norm gives
   float logit_softcap = 0.0f;      // 0: off
   QkNorm qk_norm = QkNorm::kNone;
   bool qkv_bias = false;    // the checkpoint must have q, k and v biases; otherwise they are used where present

@@ -27,6 +27,7 @@ extern const Architecture kGlm4Moe;
 extern const Architecture kGptOss;
 extern const Architecture kLfm2;     // also lfm2_moe
 extern const Architecture kMixtral;  // also MiniMax-M2
+extern const Architecture kGranite;
 extern const Architecture kOlmoe;
 extern const Architecture kQwen3Moe;
 extern const Architecture kQwen3Next;

@@ -78,6 +78,14 @@ def families():
         ),
     )
     yield "mixtral", transformers.MixtralConfig(**two, num_local_experts=5, num_experts_per_tok=2)
+    granite = dict(
+        embedding_multiplier=3.0, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=0.5
+    )
+    yield "granite", transformers.GraniteConfig(**two, **granite)
+    yield (
+        "granitemoe",
+        transformers.GraniteMoeConfig(**two, **granite, num_local_experts=6, num_experts_per_tok=3),
+    )
     yield (
         "olmoe",
         transformers.OlmoeConfig(**two, num_experts=6, num_experts_per_tok=2, norm_topk_prob=False, rms_norm_eps=1e-5),

@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "olmoe": "olmoe",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
     "gpt_oss": "gpt-oss",
     "lfm2": "lfm2",
 }

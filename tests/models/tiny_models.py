@@ -62,7 +62,8 @@ GPT_OSS_NAMES = {
 def gguf_experts(layer: int, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The experts' tensors of a layer as GGUF has them: one a kind, stacked; nothing if the layer is dense."""
     prefix = f"model.layers.{layer}."
-    routers = [f"{prefix}{name}.weight" for name in ("mlp.gate", "block_sparse_moe.gate", "mlp.router")]
+    names = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "block_sparse_moe.router.layer")
+    routers = [f"{prefix}{name}.weight" for name in names]
     router = next((name for name in routers if name in tensors), None)
     if router is None:
         return {}
@@ -76,6 +77,12 @@ def gguf_experts(layer: int, tensors: dict[str, np.ndarray]) -> dict[str, np.nda
         out[f"blk.{layer}.ffn_down_exps.weight"] = tensors[prefix + "mlp.experts.down_proj"].swapaxes(1, 2)
         out[f"blk.{layer}.ffn_down_exps.bias"] = tensors[prefix + "mlp.experts.down_proj_bias"]
         return out
+    if router.endswith("router.layer.weight"):  # granitemoe: gate above up
+        gate, up = np.split(tensors[prefix + "block_sparse_moe.input_linear.weight"], 2, axis=1)
+        down = tensors[prefix + "block_sparse_moe.output_linear.weight"]
+        return out | {
+            f"blk.{layer}.ffn_{kind}_exps.weight": w for kind, w in (("gate", gate), ("up", up), ("down", down))
+        }
     names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     if "block_sparse_moe" in router:
         names = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -134,6 +141,11 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.get("norm_eps") or config["rms_norm_eps"])
+    if architecture.startswith("granite"):
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     rope = config["rope_parameters"]
     if architecture == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
@@ -164,7 +176,7 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
                 value = value.squeeze(1)
             if architecture == "gemma3" and "norm" in name:
                 value = value + 1
-            if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+            if architecture in ("llama", "granite", "granitemoe") and (".attn_q." in name or ".attn_k." in name):
                 value = interleave(value, heads if ".attn_q." in name else kv_heads)
             add(writer, name, value, quantise)
     add_experts(writer, config, tensors, quantise)
