@@ -203,7 +203,7 @@ void check_experts(const ExpertsConfig& experts) {
 
 }  // namespace
 
-void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool normalize) {
+void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool normalize, RouterScore score) {
   const auto key = [&](std::string_view name) { return decoder.architecture + "." + std::string(name); };
   ExpertsConfig& experts = decoder.experts;
   experts.num_experts = gguf_int_or(file, key("expert_count"), 0, 0, 65536);
@@ -215,15 +215,23 @@ void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool no
   experts.normalize = file.get_bool(key("expert_weights_norm"), normalize);
   experts.scale =
       static_cast<float>(positive(file.get_double(key("expert_weights_scale"), 1.0), key("expert_weights_scale")));
-  constexpr int64_t kSoftmax = 1;  // of the gating functions; 3 is softmax over the chosen alone: the same, normalised
-  constexpr int64_t kSoftmaxOfChosen = 3;
-  const int64_t gating = file.get_int(key("expert_gating_func"), kSoftmax);
-  if (gating != kSoftmax && gating != kSoftmaxOfChosen) {
+  constexpr int64_t kSoftmax = 1;
+  constexpr int64_t kSigmoid = 2;
+  constexpr int64_t kSoftmaxOfChosen = 3;  // the same as softmax, normalised
+  const int64_t gating = file.get_int(key("expert_gating_func"), score == RouterScore::kSigmoid ? kSigmoid : kSoftmax);
+  if (gating != kSoftmax && gating != kSigmoid && gating != kSoftmaxOfChosen) {
     fail(ErrorCode::kUnsupported, "metadata \"", key("expert_gating_func"), "\": gating function ", gating,
-         " is not supported (softmax)");
+         " is not supported (softmax, sigmoid)");
   }
   experts.normalize = experts.normalize || gating == kSoftmaxOfChosen;
   check_experts(experts);
+  if (gating == kSigmoid) {
+    experts.score = RouterScore::kSigmoid;
+    experts.num_groups = gguf_int_or(file, key("expert_group_count"), 1, 1, experts.num_experts);
+    experts.top_groups = gguf_int_or(file, key("expert_group_used_count"), 1, 1, experts.num_groups);
+    check_sigmoid(experts);
+  }
+  experts.shared_hidden = gguf_int_or(file, key("expert_shared_count"), 0, 0, 64) * experts.expert_hidden;
   for (size_t i = 0; i < decoder.layers.size(); ++i) {
     decoder.layers[i].has_experts = file.find("blk." + std::to_string(i) + ".ffn_gate_inp.weight") != nullptr;
   }

@@ -35,8 +35,9 @@ double gguf_positive(const io::GgufFile& file, const std::string& key);
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim);
 
 // "<architecture>.expert_count" and its kin into decoder.experts, and which layers have a router. Where the file does not
-// say otherwise: softmax scores, `normalize`. num_experts stays 0 where there are none.
-void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool normalize = true);
+// say otherwise: `score`, `normalize`. num_experts stays 0 where there are none.
+void read_gguf_experts(const io::GgufFile& file, DecoderConfig& decoder, bool normalize = true,
+                       RouterScore score = RouterScore::kSoftmax);
 
 // Routed experts by the keys that config.json has them under; num_experts_per_tok and the activation are the same in
 // every family. Softmax scores, normalised; all else is the family's to say.

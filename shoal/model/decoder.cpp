@@ -541,6 +541,9 @@ DecoderNames gguf_decoder_names() {
           .experts = {
               .router = "blk.{}.ffn_gate_inp",
               .selection_bias = "blk.{}.exp_probs_b.bias",
+              .shared_gate_proj = "blk.{}.ffn_gate_shexp",
+              .shared_up = "blk.{}.ffn_up_shexp",
+              .shared_down = "blk.{}.ffn_down_shexp",
               .read = experts_stacked("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps", "blk.{}.ffn_down_exps", ".bias")}};
 }
 

@@ -1,4 +1,5 @@
-// mixtral and minimax_m2 from Hugging Face folders: experts under "block_sparse_moe". (A GGUF file calls Mixtral "llama".)
+// mixtral and minimax_m2: in Hugging Face folders the experts are under "block_sparse_moe". (A GGUF file calls Mixtral
+// "llama".)
 //
 //   mixtral     llama with softmax routing
 //   minimax_m2  sigmoid routing with a selection bias, norms over all heads of q and of k, partly rotated heads
@@ -11,6 +12,7 @@
 namespace shoal {
 namespace {
 
+constexpr std::array<std::string_view, 1> kGgufNames{"minimax-m2"};
 constexpr std::array<std::string_view, 2> kHfNames{"mixtral", "minimax_m2"};
 
 DecoderNames names_of(const io::ModelFolder& folder) {
@@ -21,6 +23,14 @@ DecoderNames names_of(const io::ModelFolder& folder) {
   names.experts.selection_bias = block + "e_score_correction_bias";
   names.experts.read = experts_apart(block + "experts.[].w1", block + "experts.[].w3", block + "experts.[].w2");
   return names;
+}
+
+std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadOptions& options,
+                                 const OpContext& context) {
+  DecoderConfig config = read_gguf_config(*file);
+  config.qk_norm = QkNorm::kWhole;
+  read_gguf_experts(*file, config, true, RouterScore::kSigmoid);
+  return make_decoder(std::move(config), gguf_decoder_names(), std::move(file), options, context);
 }
 
 std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const LoadOptions& options,
@@ -42,6 +52,6 @@ std::unique_ptr<Model> from_hf(std::unique_ptr<io::ModelFolder> folder, const Lo
 
 }  // namespace
 
-const Architecture kMixtral{{}, kHfNames, nullptr, from_hf};
+const Architecture kMixtral{kGgufNames, kHfNames, from_gguf, from_hf};
 
 }  // namespace shoal

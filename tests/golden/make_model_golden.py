@@ -78,9 +78,7 @@ def families():
         ),
     )
     yield "mixtral", transformers.MixtralConfig(**two, num_local_experts=5, num_experts_per_tok=2)
-    granite = dict(
-        embedding_multiplier=3.0, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=0.5
-    )
+    granite = dict(embedding_multiplier=3.0, residual_multiplier=0.3, attention_multiplier=0.2, logits_scaling=0.5)
     yield "granite", transformers.GraniteConfig(**two, **granite)
     yield (
         "granitemoe",

@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "olmoe": "olmoe",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "gpt_oss": "gpt-oss",

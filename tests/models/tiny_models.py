@@ -50,6 +50,19 @@ LFM2_NAMES = {
         for part in ("weight", "bias")
     },
 }
+GLM4_NAMES = {
+    **{name: hf for name, hf in NAMES.items() if not name.startswith("blk.{}.ffn_norm")},
+    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    **{
+        f"blk.{{}}.ffn_{kind}_shexp.weight": f"model.layers.{{}}.mlp.shared_experts.{kind}_proj.weight"
+        for kind in ("gate", "up", "down")
+    },
+}
+MINIMAX_NAMES = {
+    **NAMES,
+    "blk.{}.exp_probs_b.bias": "model.layers.{}.block_sparse_moe.e_score_correction_bias",
+}
 GPT_OSS_NAMES = {
     **{name: hf for name, hf in NAMES.items() if not name.startswith("blk.{}.ffn_norm")},
     "blk.{}.attn_output.bias": "model.layers.{}.self_attn.o_proj.bias",
@@ -96,9 +109,16 @@ def gguf_experts(layer: int, tensors: dict[str, np.ndarray]) -> dict[str, np.nda
 
 
 def add_experts(writer: gguf.GGUFWriter, config: dict, tensors: dict[str, np.ndarray], quantise) -> None:
-    count = config.get("num_local_experts") or config.get("num_experts")
+    count = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if count is None:
         return
+    if config.get("n_shared_experts"):
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_count(count)
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -164,7 +184,15 @@ def write(path: Path, config: dict, tensors: dict[str, np.ndarray], architecture
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     if architecture == "gpt-oss":
         writer.add_sliding_window(config["sliding_window"])
-    names = {"gemma3": GEMMA3_NAMES, "gpt-oss": GPT_OSS_NAMES, "lfm2": LFM2_NAMES}.get(architecture, NAMES)
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    names = {
+        "gemma3": GEMMA3_NAMES,
+        "glm4moe": GLM4_NAMES,
+        "gpt-oss": GPT_OSS_NAMES,
+        "lfm2": LFM2_NAMES,
+        "minimax-m2": MINIMAX_NAMES,
+    }.get(architecture, NAMES)
     for pattern, hf_pattern in names.items():
         layers = range(config["num_hidden_layers"]) if "{}" in pattern else [0]
         for layer in layers:
