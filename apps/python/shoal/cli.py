@@ -260,6 +260,27 @@ def bench_command(
     max_tokens: Annotated[int, option("--max-tokens", "-n", help="tokens to decode", min=2)] = 32,
     repetitions: Annotated[int, option("--repetitions", "-r", help="runs of each", min=1)] = 3,
     output: Annotated[str, option("--output", "-o", help="md, json or csv")] = "md",
+    server: Annotated[
+        str, option("--server", help="measure the server at this address; MODEL is what it calls its model")
+    ] = "",
+    concurrency: Annotated[
+        str, option("--concurrency", help="clients at once, for example 1,4,16", rich_help_panel="Server")
+    ] = "1,4,16",
+    requests: Annotated[
+        int, option("--requests", help="of each level; 0: four for each client", min=0, rich_help_panel="Server")
+    ] = 0,
+    duration: Annotated[
+        float, option("--duration", help="seconds of each level, in place of requests", min=0, rich_help_panel="Server")
+    ] = 0,
+    ttft_limit: Annotated[
+        float, option("--ttft-limit", help="goodput: seconds to the first token", min=0, rich_help_panel="Server")
+    ] = 2.0,
+    itl_limit: Annotated[
+        float,
+        option("--itl-limit", help="goodput: an answer's mean seconds between tokens", min=0, rich_help_panel="Server"),
+    ] = 0.1,
+    plot: Annotated[str | None, option("--plot", help="an SVG file to write", rich_help_panel="Server")] = None,
+    api_key: Annotated[list[str] | None, option("--api-key", help="for the server", rich_help_panel="Server")] = None,
     device: Device = "auto",
     kv_dtype: KvDtype = "auto",
     ctx: Context = 0,
@@ -269,16 +290,38 @@ def bench_command(
     page_size: PageSize = 32,
     print_config_: PrintConfig = False,
 ) -> int:
-    """Measure time to first token and decode rate by context length."""
+    """Measure time to first token and decode rate by context length; with --server by clients at once."""
     if print_config_:
         print_config(context)
     if output not in ("md", "json", "csv"):
         raise InvalidArgument(f"--output is {output}, expected md, json or csv")
-    from shoal.command_bench import bench, parse_contexts
+    from shoal.command_bench import bench, parse_contexts, parse_numbers
 
+    _refuse_flags(context, "with" if server else "without", _NOT_WITH_SERVER if server else _ONLY_WITH_SERVER)
+    lengths = parse_contexts(contexts)
+    if server:
+        from shoal.command_bench_server import Load, bench_server
+
+        levels = parse_numbers(concurrency, "--concurrency", 1024)
+        load = Load(levels, tuple(lengths), max_tokens, requests, duration, ttft_limit, itl_limit)
+        name = None if context.get_parameter_source("model").name == "DEFAULT" else model
+        return bench_server(server, name, api_key[0] if api_key else None, load, output, plot)
     engine = engine_options(device, kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
     model = f"synthetic:{synthetic}" if synthetic else model
-    return bench(model, parse_contexts(contexts), max_tokens, repetitions, output, engine)
+    return bench(model, lengths, max_tokens, repetitions, output, engine)
+
+
+_NOT_WITH_SERVER = (
+    "synthetic", "repetitions", "device", "kv_dtype", "ctx", "threads", "exact", "max_batch_tokens", "page_size"
+)  # fmt: skip
+_ONLY_WITH_SERVER = ("concurrency", "requests", "duration", "ttft_limit", "itl_limit", "plot")
+
+
+def _refuse_flags(context: typer.Context, how: str, names: tuple[str, ...]) -> None:
+    """What stands on the command line and would have no effect. Variables and files may hold for other commands."""
+    for name in names:
+        if context.get_parameter_source(name).name == "COMMANDLINE":
+            raise InvalidArgument(f"--{name.replace('_', '-')} has no effect {how} --server")
 
 
 @app.command("eval")

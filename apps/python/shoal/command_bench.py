@@ -9,10 +9,11 @@ import random
 import resource
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from shoal import _core, console
-from shoal.errors import InvalidArgument
+from shoal.errors import InvalidArgument, printable
 from shoal.llm import LLM, SamplingParams
 
 COLUMNS = (
@@ -40,6 +41,14 @@ def parse_contexts(text: str) -> list[int]:
     return out
 
 
+def parse_numbers(text: str, name: str, limit: int) -> tuple[int, ...]:
+    """ "1,4,16" as numbers from 1 to `limit`. `name`: the option's."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part[:9]) <= limit for part in parts):
+        raise InvalidArgument(f'{name} is "{printable(text)}", expected numbers from 1 to {limit} like 1,4,16')
+    return tuple(map(int, parts))
+
+
 def bench(
     model: str, contexts: list[int], num_tokens: int, repetitions: int, output: str, engine: dict[str, Any]
 ) -> int:
@@ -56,7 +65,7 @@ def bench(
         for context in contexts:
             runs = [_measure(llm, context, num_tokens, i) for i in range(repetitions)]
             rows.append(_row(context, runs))
-        _print(rows, _setting(llm, num_tokens, repetitions), output)
+        print_results(rows, _setting(llm, num_tokens, repetitions), output, COLUMNS)
     return 0
 
 
@@ -101,12 +110,13 @@ def _setting(llm: LLM, num_tokens: int, repetitions: int) -> dict[str, Any]:
     }
 
 
-def _print(rows: list[dict[str, float]], setting: dict[str, Any], output: str) -> None:
+def print_results(rows: Sequence[dict[str, Any]], setting: dict[str, Any], output: str, columns: Sequence[str]) -> None:
+    """`output`: md, json or csv. A value that is None was not to be had."""
     if output == "json":
         print(json.dumps({"setting": setting, "results": rows}, indent=2))
         return
     if output == "csv":
-        writer = csv.DictWriter(sys.stdout, COLUMNS)
+        writer = csv.DictWriter(sys.stdout, columns)
         writer.writeheader()
         writer.writerows(rows)
         return
@@ -114,7 +124,13 @@ def _print(rows: list[dict[str, float]], setting: dict[str, Any], output: str) -
         label = {"kv_bytes": "KV cache", "weight_bytes": "weights"}.get(key, key.replace("_", " "))
         print(f"{label:15} {console.size_text(value) if key.endswith('_bytes') else value}")
     print()
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + "---:|" * len(COLUMNS))
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---:|" * len(columns))
     for row in rows:
-        print("| " + " | ".join(f"{row[c]:g}" if c == "context" else f"{row[c]:.4g}" for c in COLUMNS) + " |")
+        print("| " + " | ".join(_cell(row[c]) for c in columns) + " |")
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
