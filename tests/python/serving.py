@@ -27,7 +27,9 @@ class FakeEngine:
     def __init__(self, answer: bytes = b"hello", step: int = 1) -> None:
         self.answer, self.step = answer, step
         self.held = False  # nothing moves
+        self.slow = 0.0  # seconds of each step
         self.dead = False
+        self.broken = False  # what runs fails, what comes is taken
         self.live: dict[int, SimpleNamespace] = {}
         self.submitted: list[SimpleNamespace] = []
         self.cancelled: list[int] = []
@@ -38,7 +40,7 @@ class FakeEngine:
     def stats(self) -> dict:
         pages = 100 - len(self.live)
         return {
-            "num_waiting": 0, "num_running": len(self.live), "num_pages": 100, "num_free_pages": pages,
+            "num_waiting": 0, "num_running": len(self.live), "num_paused": 0, "num_pages": 100, "num_free_pages": pages,
             "num_cached_pages": 0, "num_preemptions": 0, "num_steps": 0, "num_tokens": 0,
         }  # fmt: skip
 
@@ -53,7 +55,7 @@ class FakeEngine:
 
     def wait(self, request: int, timeout_ms: int) -> SimpleNamespace:
         update = SimpleNamespace(tokens=[], num_prompt_done=0, num_prefix_hit=0, finish_reason=None, error="it broke")
-        if self.dead:
+        if self.dead or self.broken:
             update.finish_reason = "error"
         elif request in self.cancelled:
             update.finish_reason = "cancelled"
@@ -61,6 +63,7 @@ class FakeEngine:
             time.sleep(timeout_ms / 1000)
             return update
         else:
+            time.sleep(self.slow)
             state = self.live[request]
             update.num_prompt_done = len(state.prompt)
             now, state.left = state.left[: self.step], state.left[self.step :]
