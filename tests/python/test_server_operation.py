@@ -16,6 +16,8 @@ import httpx
 import pytest
 from conftest import shoal_here
 from serving import FakeEngine, chunks_of, error_of, fake_llm, running, until
+from shoal.server import request_log
+from shoal.server.request_log import open_folder
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -196,3 +198,76 @@ def test_the_chat_page_needs_nothing_from_elsewhere() -> None:
     script = response.text.split("<script>")[1].split("</script>")[0]
     ids = set(re.findall(r'\bid="(\w+)"', response.text))
     assert set(re.findall(r'\$\("(\w+)"\)', script)) <= ids
+
+
+# The request log
+
+
+def test_a_request_that_fails_is_written_for_a_report(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    folder = open_folder(str(tmp_path / "new" / "failed"))
+    asked = {"messages": [{"role": "user", "content": "a secret"}], "temperature": 0.5}
+
+    def written(count: int) -> list[dict]:  # just after the answer
+        until(lambda: len(list(folder.glob("*.json"))) == count)
+        return [json.loads(path.read_text()) for path in folder.glob("*.json")]
+
+    with running(fake_llm(engine), keys=("geheim",), request_log=folder, keep_alive=0.02) as server:
+        key = {"authorization": "Bearer geheim"}
+        assert server.post("/v1/chat/completions", asked, **key).status_code == 200
+        error_of(server.post("/v1/chat/completions", {**asked, "n": -1}, **key), 400)
+        assert written(0) == []  # neither of them is a fault
+        engine.broken = True
+        response = server.post("/v1/chat/completions", asked, **key)
+        error = error_of(response, 500)
+        (report,) = written(1)
+        assert report["request"] == asked and report["error"] == error and report["path"] == "/v1/chat/completions"
+        assert report["id"] == response.headers["x-request-id"] and report["engine"]["vocab_size"] == 262
+        (prompt,) = report["prompts"]
+        assert prompt["text"] == "<|im_start|>user\na secret<|im_end|>\n<|im_start|>assistant\n"
+        assert prompt["token_ids"] == engine.submitted[1].prompt
+        engine.broken, engine.held = False, True
+        body = {"prompt": [[104], [105]], "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body, headers=key) as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == ": waiting"
+            engine.broken, engine.held = True, False
+            list(lines)
+        reports = {report["path"]: report for report in written(2)}
+        assert [p["text"] for p in reports["/v1/completions"]["prompts"]] == ["h", "i"]
+        assert reports["/v1/completions"]["request"] == body
+        engine.broken = False
+        engine.stats = lambda: 1 // 0
+        error_of(server.client.get("/metrics", headers=key), 500)
+        (fault,) = (report for report in written(3) if report["path"] == "/metrics")
+        assert "ZeroDivisionError" in fault["traceback"][-1] and fault["request"] == ""
+    files = list(folder.iterdir())
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files) and folder.stat().st_mode & 0o777 == 0o700
+    assert not any("geheim" in path.read_text() for path in files)
+
+
+def test_the_request_log_is_bounded_and_bears_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    engine = FakeEngine()
+    engine.broken = True
+    monkeypatch.setattr(request_log, "_MAX_FILES", 3)
+    with running(fake_llm(engine), request_log=tmp_path) as server:
+        for _ in range(5):
+            error_of(server.chat(), 500)
+    assert len(list(tmp_path.iterdir())) == 3
+    with running(fake_llm(engine), request_log=tmp_path / "gone") as server:
+        error_of(server.chat(), 500)
+    assert "could not be written" in capfd.readouterr().err
+
+
+def test_without_the_option_nothing_is_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    engine = FakeEngine()
+    engine.broken = True
+    with running(fake_llm(engine)) as server:
+        error_of(server.chat(), 500)
+    assert list(home.rglob("*")) == []
+    (home / "file").touch()
+    refused = shoal_here("serve", "none.gguf", "--port", "0", "--request-log", str(home / "file"))
+    assert refused.returncode == 1 and "--request-log: cannot write to" in refused.stderr

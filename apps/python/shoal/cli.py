@@ -151,6 +151,10 @@ def serve_command(
     access_log: Annotated[
         bool, option("--access-log/--no-access-log", help="a JSON line on stderr for each request")
     ] = True,
+    request_log: Annotated[
+        str | None,
+        option("--request-log", help="a folder for requests that failed by a fault of ours, with their prompts"),
+    ] = None,
     tool_parser: Annotated[str, option("--tool-parser", help="auto, hermes, llama_json or none")] = "auto",
     reasoning: Annotated[str, option("--reasoning", help="split out <think>…</think>: auto, think or none")] = "auto",
     drain_timeout: Annotated[
@@ -221,11 +225,13 @@ def serve_command(
         if value not in known:
             raise InvalidArgument(f"{name} is {printable(value)}, expected {', '.join(known)}")
     from shoal.command_serve import read_keys, serve
+    from shoal.server.request_log import open_folder
 
     options = ServerOptions(
         name=served_model_name or (model if model in NAMED_MODELS else Path(model).stem),
         keys=read_keys(api_key or (), api_key_file),
         access_log=access_log,
+        request_log=None if request_log is None else open_folder(request_log),
         reasoning=reasoning,
         tool_parser=tool_parser,
         max_body=max_body,

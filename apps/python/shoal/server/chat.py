@@ -41,7 +41,9 @@ async def begin_chat(
         except InvalidArgument as error:
             raise bad(bound.name, str(error)) from None
     splitters = [splitter_for(service.llm, service.options, tools, prompt) for _ in range(params.n)]
-    return service.start([prompt.ids], params, request.scope["shoal"].key, name), splitters
+    visit = request.scope["shoal"]
+    visit.prompts = [prompt.ids]
+    return service.start([prompt.ids], params, visit.key, name), splitters
 
 
 async def whole(request: Request, generation: Generation, answer: Coroutine[Any, Any, dict[str, Any]]) -> Response:

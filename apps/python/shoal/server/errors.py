@@ -46,6 +46,7 @@ class ApiError(HTTPException):
         self.message = message
         self.param = param
         self.code = code
+        self.cause: BaseException | None = None  # of a fault
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status_code, "server_error")
@@ -88,8 +89,14 @@ def from_exception(error: BaseException) -> ApiError:
             return ApiError(400, str(error), param, error.code)
         if isinstance(error, OutOfMemory):
             return busy(503, str(error), error.code)
-        return ApiError(500, str(error), None, error.code)
-    return ApiError(500, "the server failed; its log says how", None, "internal")
+        return _fault(str(error), error.code, error)
+    return _fault("the server failed; its log says how", "internal", error)
+
+
+def _fault(message: str, code: str, cause: BaseException) -> ApiError:
+    error = ApiError(500, message, None, code)
+    error.cause = cause
+    return error
 
 
 def report_fault(error: BaseException) -> None:
@@ -133,6 +140,7 @@ def to_json(value: Any) -> bytes:
 
 
 def response(error: ApiError, scope: Mapping[str, Any]) -> Response:
+    scope["shoal"].failure = error
     body = error.anthropic_body() if scope["path"].startswith("/v1/messages") else error.body()
     return Response(to_json(body), error.status_code, error.headers, media_type="application/json")
 

@@ -106,7 +106,7 @@ class EventStream(Response):
                 except Exception as error:
                     failure = from_exception(error)
                     report_fault(error)
-                    scope["shoal"].error = failure.code
+                    scope["shoal"].failure = failure
                     if not self._started:
                         await response(failure, scope)(scope, receive, send)
                         return

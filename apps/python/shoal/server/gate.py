@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.server.errors import ApiError, busy, from_exception, report_fault, response
 from shoal.server.events import ClientLeft
+from shoal.server.request_log import RequestLog
 
 if TYPE_CHECKING:
     from shoal.server.generation import Generation, Service
@@ -36,7 +37,9 @@ class Visit:
     status: int = 0
     was_read: bool = False  # the body, to its end
     closes: bool = False  # the connection, since it was not
-    error: str | None = None
+    failure: ApiError | None = None  # what was answered, or ended a stream
+    left: bool = False  # the client, before its answer's end
+    prompts: Sequence[Sequence[int]] = ()  # token ids
     generation: Generation | None = None
 
 
@@ -44,6 +47,8 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        folder = service.options.request_log
+        self._request_log = None if folder is None else RequestLog(folder, service.llm)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in service.options.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,6 +58,7 @@ class Gate:
         visit = Visit()
         scope["shoal"] = visit
         started = time.perf_counter()
+        body = b""
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -74,14 +80,15 @@ class Gate:
             await self._app(scope, _replayed(body, receive), watched)
         except ClientLeft:
             visit.status = visit.status or 499
-            visit.error = visit.error or "client left"
+            visit.left = True
         except Exception as error:
-            failure = from_exception(error)
-            visit.error = failure.code or type(error).__name__
+            visit.failure = from_exception(error)
             report_fault(error)
             if visit.status == 0:
-                await response(failure, scope)(scope, receive, watched)
+                await response(visit.failure, scope)(scope, receive, watched)
         finally:
+            if self._request_log is not None:
+                self._request_log.failed(scope, visit, body)
             self._record(scope, visit, time.perf_counter() - started)
 
     # Who
@@ -166,8 +173,8 @@ class Gate:
             "status": visit.status,
             "seconds": round(seconds, 4),
         }
-        if visit.error is not None:
-            line["error"] = visit.error
+        if visit.left or visit.failure is not None:
+            line["error"] = "client left" if visit.failure is None else visit.failure.code
         if visit.generation is not None:
             usage = visit.generation.usage()
             line["prompt_tokens"] = usage["prompt_tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 MIB = 1 << 20
 
@@ -13,6 +14,7 @@ class ServerOptions:
     keys: tuple[str, ...] = ()  # none: everybody may ask
     any_host: bool = True  # else only by a name of this machine
     access_log: bool = True
+    request_log: Path | None = None  # a folder for requests that failed by a fault of ours, with their prompts
     reasoning: str = "auto"  # auto, think, none
     tool_parser: str = "auto"  # auto, hermes, llama_json, none
 

@@ -52,7 +52,9 @@ async def completions(body: CompletionRequest, request: Request, service: TheSer
     ids, echoes = await while_listened(request, service.in_thread(encode))
     # OpenAI's default of this route is 16.
     params = body.sampling(body.logprobs, 16 if body.max_tokens is None else body.max_tokens)
-    generation = service.start(ids, params, request.scope["shoal"].key, "prompt")
+    visit = request.scope["shoal"]
+    visit.prompts = ids
+    generation = service.start(ids, params, visit.key, "prompt")
     tokenizer = llm.tokenizer if llm.has_tokenizer else None
     echoes = [echo for echo in echoes for _ in range(params.n)]
     answers = TextAnswers(service.options.name, tokenizer, body.logprobs is not None, echoes)
