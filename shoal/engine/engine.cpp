@@ -192,6 +192,7 @@ void Engine::Impl::check_request(const Request& request) const {
             request.prompt[i], ", outside the vocabulary of ", info_.vocab_size);
   }
   require(request.max_tokens >= 0, "max_tokens must not be negative, it is ", request.max_tokens);
+  require(request.max_queued_tokens >= 0, "max_queued_tokens must not be negative, it is ", request.max_queued_tokens);
   check_sampling_options(request.sampling, info_.vocab_size);
 }
 
@@ -214,6 +215,7 @@ Result<std::shared_ptr<Engine::Impl::State>, SubmitFailure> Engine::Impl::enqueu
   state->sampling = std::move(request.sampling);
   state->stop_ids = std::move(request.stop_ids);
   state->max_tokens = max_tokens;
+  state->max_queued_tokens = request.max_queued_tokens;
   state->logits = logits;
 
   const std::lock_guard lock(mutex_);
@@ -256,6 +258,11 @@ RequestUpdate Engine::Impl::wait_for(State& state, std::chrono::milliseconds tim
   update.finish = state.update.finish;
   update.error = state.update.error;
   state.is_changed = false;
+  if (state.is_paused) {
+    state.is_paused = false;
+    resumptions_.push_back(state.arrival);
+    wake_.notify_one();
+  }
   if (update.finish != FinishReason::kNone) {
     state.is_delivered = true;
     state.changed.notify_all();
@@ -330,8 +337,10 @@ void Engine::Impl::loop() {
 // Sleeps while there is nothing to do, then takes over what callers left. False when it is time to end.
 bool Engine::Impl::receive() {
   std::unique_lock lock(mutex_);
-  wake_.wait(lock,
-             [&] { return is_stopping_ || !arrivals_.empty() || !cancellations_.empty() || scheduler_.has_work(); });
+  wake_.wait(lock, [&] {
+    return is_stopping_ || !arrivals_.empty() || !cancellations_.empty() || !resumptions_.empty() ||
+           scheduler_.has_work();
+  });
   if (is_stopping_) {
     return false;
   }
@@ -347,6 +356,13 @@ bool Engine::Impl::receive() {
     }
   }
   cancellations_.clear();
+  for (const RequestId id : resumptions_) {
+    const auto it = requests_.find(id);
+    if (it != requests_.end() && it->second->update.finish == FinishReason::kNone) {
+      scheduler_.resume(*it->second);
+    }
+  }
+  resumptions_.clear();
   update_stats();
   return true;
 }
@@ -456,11 +472,8 @@ void Engine::Impl::advance(std::span<const Chunk> chunks) {
   const std::lock_guard lock(mutex_);
   ++stats_.num_steps;
   stats_.num_tokens += batch_.num_tokens();
-  update_stats();  // before anybody hears of an end
-  if (is_stopping_) {
-    return;  // whoever waits hears of the end and nothing before it: there is no engine to ask again
-  }
-  for (size_t i = 0; i < chunks.size(); ++i) {
+  // When stopping, whoever waits hears of the end and nothing before it: there is no engine to ask again.
+  for (size_t i = 0; i < chunks.size() && !is_stopping_; ++i) {
     State& state = static_cast<State&>(*chunks[i].sequence);
     Outcome& outcome = outcomes_[i];
     if (outcome.has_token) {
@@ -474,10 +487,17 @@ void Engine::Impl::advance(std::span<const Chunk> chunks) {
     }
     if (outcome.finish != FinishReason::kNone) {
       set_finish(state, outcome.finish, outcome.error);
-    } else if (state.is_changed) {
+      continue;
+    }
+    if (state.max_queued_tokens > 0 && std::ssize(state.update.tokens) >= state.max_queued_tokens) {
+      state.is_paused = true;
+      scheduler_.pause(state);
+    }
+    if (state.is_changed) {
       state.changed.notify_all();
     }
   }
+  update_stats();  // nobody hears of an end before mutex_ is free
 }
 
 // The model refused or failed: whoever was in the step ends, everybody else goes on.
@@ -517,6 +537,7 @@ void Engine::Impl::set_finish(State& state, FinishReason reason, const std::stri
 void Engine::Impl::update_stats() {
   stats_.num_waiting = scheduler_.num_waiting();
   stats_.num_running = scheduler_.num_running();
+  stats_.num_paused = scheduler_.num_paused();
   stats_.num_pages = pages_.num_pages();
   stats_.num_free_pages = pages_.num_free();
   stats_.num_cached_pages = scheduler_.num_cached_pages();

@@ -49,6 +49,7 @@ struct Request {
                                   // outside the vocabulary is never sampled
   bool all_logits = false;        // computes the logits of every prompt token, see logits(); implies max_tokens 0
   uint64_t salt = 0;              // separates prefix caches
+  int64_t max_queued_tokens = 0;  // so many tokens that wait() has not taken pause the request until it does; 0: never
 };
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kNonFinite, kError };
@@ -71,6 +72,7 @@ struct RequestUpdate {
 struct EngineStats {
   int64_t num_waiting = 0;
   int64_t num_running = 0;
+  int64_t num_paused = 0;
   int64_t num_pages = 0;
   int64_t num_free_pages = 0;    // not held by anyone
   int64_t num_cached_pages = 0;  // held by the prefix cache alone or shared

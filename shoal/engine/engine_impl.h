@@ -1,6 +1,6 @@
 // The insides of Engine: what callers share with the loop, and the loop.
 //
-// Who owns what: `mutex_` guards the requests' updates, the arrivals, the cancellations, the statistics and the flags.
+// Who owns what: `mutex_` guards the requests' updates, the arrivals, cancellations and resumptions, the statistics and the flags.
 // The scheduler, the model, the cache and a request's tokens belong to the loop's thread alone once it runs.
 #pragma once
 
@@ -45,11 +45,13 @@ class Engine::Impl {
     SamplingOptions sampling;
     std::vector<int32_t> stop_ids;
     int64_t max_tokens = 0;
+    int64_t max_queued_tokens = 0;
     std::vector<float>* logits = nullptr;  // [num_prompt, vocab_size], of a caller that waits in logits()
 
     RequestUpdate update;
     ErrorCode error_code = ErrorCode::kInternal;  // with kError
     bool is_changed = false;
+    bool is_paused = false;
     bool is_delivered = false;
     std::condition_variable changed;
   };
@@ -114,6 +116,7 @@ class Engine::Impl {
   std::unordered_map<RequestId, std::shared_ptr<State>> requests_;  // until their last update is delivered
   std::vector<State*> arrivals_;
   std::vector<RequestId> cancellations_;
+  std::vector<RequestId> resumptions_;
   EngineStats stats_;
   RequestId next_id_ = 1;
   int64_t num_inside_ = 0;

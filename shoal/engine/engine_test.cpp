@@ -275,6 +275,38 @@ TEST(Engine, PreemptionLosesNothing) {
   }
 }
 
+TEST(Engine, WhoseTokensAreNotTakenPauses) {
+  for (const bool has_states : {false, true}) {
+    EngineOptions options = small();
+    options.max_seqs = 2;
+    Fixture f(options, has_states);
+    Request request = greedy(prompt_of(20), 100);
+    request.max_queued_tokens = 10;
+    std::vector<RequestId> stalled;
+    for (int i = 0; i < 3; ++i) {
+      stalled.push_back(f.engine.submit(request).value());
+    }
+    while (f.engine.stats().num_paused < 3) {
+      std::this_thread::yield();
+    }
+    const EngineStats paused = f.engine.stats();
+    EXPECT_EQ(paused.num_running + paused.num_waiting, 0);
+    // Others find all places free, and what stalled goes on where it was.
+    const Request other = greedy(prompt_of(30, 2), 40);
+    EXPECT_EQ(run(f.engine, other).tokens, expected(other));
+    EXPECT_EQ(run(f.engine, other).tokens, expected(other));
+    EXPECT_EQ(f.engine.stats().num_paused, 3);
+    EXPECT_EQ(f.engine.wait(stalled[0], 1000ms).tokens.size(), 10u);
+    f.engine.cancel(stalled[0]);
+    EXPECT_EQ(finish(f.engine, stalled[0]).last.finish, FinishReason::kCancelled);
+    f.engine.cancel(stalled[1]);
+    EXPECT_EQ(finish(f.engine, stalled[1]).last.finish, FinishReason::kCancelled);
+    EXPECT_EQ(finish(f.engine, stalled[2]).tokens, expected(request));
+    expect_all_pages_back(f.engine);
+    EXPECT_EQ(f.engine.stats().num_paused, 0);
+  }
+}
+
 TEST(Engine, CancelsInQueueInPrefillAndInDecode) {
   EngineOptions options = small();
   options.max_seqs = 2;

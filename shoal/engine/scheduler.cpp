@@ -116,6 +116,9 @@ std::optional<PageId> Scheduler::take_page(const Sequence& sequence) {
     if (tree_ && tree_->evict(1) > 0) {
       continue;
     }
+    if (strip_paused()) {
+      continue;
+    }
     if (!is_older(&sequence, running_.back())) {
       return std::nullopt;  // itself the youngest
     }
@@ -136,6 +139,35 @@ void Scheduler::preempt_youngest() {
   release_memory(victim);
   add(victim);
   ++num_preemptions_;
+}
+
+// Takes the pages and the state of the sequence that paused last. False if no paused one has any.
+bool Scheduler::strip_paused() {
+  const auto victim =
+      std::find_if(paused_.rbegin(), paused_.rend(), [](const Sequence* each) { return !each->pages.empty(); });
+  if (victim == paused_.rend()) {
+    return false;
+  }
+  release_memory(**victim);
+  ++num_preemptions_;
+  return true;
+}
+
+void Scheduler::pause(Sequence& sequence) {
+  const size_t num_erased = std::erase(running_, &sequence);
+  SHOAL_ASSERT(num_erased == 1);
+  paused_.push_back(&sequence);
+}
+
+void Scheduler::resume(Sequence& sequence) {
+  const size_t num_erased = std::erase(paused_, &sequence);
+  SHOAL_ASSERT(num_erased == 1);
+  if (!sequence.pages.empty() && num_running() < options_.max_seqs) {
+    running_.insert(std::ranges::upper_bound(running_, &sequence, is_older), &sequence);
+    return;
+  }
+  release_memory(sequence);
+  add(sequence);
 }
 
 void Scheduler::admit_waiting() {
@@ -165,6 +197,12 @@ void Scheduler::admit_waiting() {
       return;  // no overtaking: the younger would take the pages that this one waits for
     }
     if (states_ != nullptr) {
+      // Running and paused ones share max_seqs slots: the others are the prefix tree's.
+      const auto num_held =
+          std::ranges::count_if(paused_, [](const Sequence* each) { return each->state_slot.has_value(); });
+      if (num_running() + num_held >= options_.max_seqs) {
+        strip_paused();
+      }
       sequence.state_slot = states_->acquire();
       SHOAL_ASSERT(sequence.state_slot.has_value());  // there are as many as sequences may run
       if (match.state) {
@@ -207,7 +245,15 @@ bool Scheduler::try_admit(Sequence& sequence) {
   for (const Sequence* other : running_) {
     needed += missing_pages(*other);
   }
-  return needed <= pool_.num_free() || (tree_ && needed <= pool_.num_free() + tree_->num_evictable());
+  const auto suffices = [&] {
+    return needed <= pool_.num_free() || (tree_ && needed <= pool_.num_free() + tree_->num_evictable());
+  };
+  while (!suffices()) {
+    if (!strip_paused()) {
+      return false;
+    }
+  }
+  return true;
 }
 
 int64_t Scheduler::missing_pages(const Sequence& sequence) const {
@@ -275,6 +321,7 @@ void Scheduler::keep_state(Sequence& sequence, int64_t num_pages) {
 void Scheduler::remove(Sequence& sequence) {
   std::erase(running_, &sequence);
   std::erase(waiting_, &sequence);
+  std::erase(paused_, &sequence);
   release_memory(sequence);
 }
 

@@ -5,8 +5,8 @@
 // after a preemption are the same thing: the next chunk of tokens that are not computed yet; a chunk that reaches the
 // last token yields the logits from which the next one is drawn.
 //
-// Why nothing waits for ever: the oldest running sequence may take the pages of all others, what the prefix tree holds
-// alone can be evicted, and a request is accepted only if it fits the pool by itself. So the oldest moves in every
+// Why nothing waits for ever: the oldest running sequence may take the pages of all others, those of paused ones are
+// anybody's, what the prefix tree holds alone can be evicted, and a request is accepted only if it fits the pool by itself. So the oldest moves in every
 // step.
 #pragma once
 
@@ -72,18 +72,25 @@ class Scheduler {
   void add(Sequence& sequence);
 
   // The next step: decodes first, then prompts in order of arrival until the token budget is used. Never empty while
-  // there are sequences. Valid until the next call.
+  // there is work. Valid until the next call.
   std::span<const Chunk> schedule();
 
   // A chunk's K and V are written. Full pages become known to the prefix tree.
   void mark_computed(const Chunk& chunk);
 
+  // A running sequence is left out of steps until it is resumed. It keeps its pages and state until another needs them;
+  // it is then computed anew, as after a preemption.
+  void pause(Sequence& sequence);
+  void resume(Sequence& sequence);
+
   // Forgets a sequence, wherever it is, and releases its pages.
   void remove(Sequence& sequence);
 
+  // Whether a step would compute something: what is paused is no work.
   bool has_work() const { return !running_.empty() || !waiting_.empty(); }
   int64_t num_waiting() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t num_running() const { return static_cast<int64_t>(running_.size()); }
+  int64_t num_paused() const { return static_cast<int64_t>(paused_.size()); }
   int64_t num_preemptions() const { return num_preemptions_; }
   int64_t num_kept_states() const { return tree_ ? tree_->num_states() : 0; }
   int64_t num_cached_pages() const { return tree_ ? tree_->num_cached() : 0; }
@@ -97,6 +104,7 @@ class Scheduler {
   int64_t reserve(Sequence& sequence, int64_t num_tokens);
   std::optional<PageId> take_page(const Sequence& sequence);
   void preempt_youngest();
+  bool strip_paused();
   bool prefix_is_coming(const Sequence& sequence, int64_t num_matched_pages) const;
   int64_t tokens_to_next_stop(const Sequence& sequence) const;
   void keep_state(Sequence& sequence, int64_t num_pages);
@@ -109,6 +117,7 @@ class Scheduler {
   std::optional<PrefixTree> tree_;
   std::vector<Sequence*> running_;  // oldest first
   std::deque<Sequence*> waiting_;   // oldest first; hold no pages
+  std::vector<Sequence*> paused_;   // last paused last; some hold no pages any more
   std::vector<Chunk> chunks_;
   int64_t budget_ = 0;
   int64_t logit_rows_left_ = 0;  // for all_logits

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <numeric>
+#include <set>
 
 #include "shoal/base/error.h"
 #include "testkit/testkit.h"
@@ -265,6 +266,37 @@ TEST(Scheduler, EvictsCachedPagesBeforeItPreempts) {
   EXPECT_EQ(sim.scheduler.num_cached_pages(), 6);  // one old, five new
 }
 
+TEST(Scheduler, PausedSequencesKeepTheirPagesUntilAnotherNeedsThem) {
+  Sim sim(6, limits(100, 2));
+  sim.add(4);
+  sim.add(6);
+  EXPECT_EQ(sim.step(), "0:4 1:6");
+  sim.scheduler.pause(*sim.sequences[0]);
+  EXPECT_EQ(sim.step(), "1:1");
+  EXPECT_EQ(sim.pool.num_free(), 3);
+  sim.scheduler.resume(*sim.sequences[0]);
+  EXPECT_EQ(sim.step(), "0:1 1:1");  // nothing computed anew
+  // Paused ones do not count against max_seqs; the last one's pages go first, for one that runs or one that comes.
+  sim.scheduler.pause(*sim.sequences[0]);
+  sim.scheduler.pause(*sim.sequences[1]);
+  EXPECT_FALSE(sim.scheduler.has_work());
+  EXPECT_EQ(sim.step(), "");
+  sim.add(12);
+  EXPECT_EQ(sim.step(), "2:12");
+  EXPECT_TRUE(sim.sequences[1]->pages.empty());
+  EXPECT_EQ(sim.sequences[0]->pages.size(), 2u);
+  sim.scheduler.resume(*sim.sequences[1]);
+  sim.scheduler.resume(*sim.sequences[0]);
+  EXPECT_EQ(sim.step(), "0:1 2:1");  // no room for 1 beside both
+  sim.scheduler.pause(*sim.sequences[0]);
+  sim.scheduler.remove(*sim.sequences[2]);
+  EXPECT_EQ(sim.step(), "1:9");  // from its beginning
+  sim.scheduler.remove(*sim.sequences[0]);
+  sim.scheduler.remove(*sim.sequences[1]);
+  EXPECT_EQ(sim.scheduler.num_paused(), 0);
+  EXPECT_EQ(sim.pool.num_free(), 6);
+}
+
 TEST(Scheduler, KnowsWhatCanNeverFit) {
   Sim sim(3, limits(100, 8));
   EXPECT_TRUE(sim.scheduler.can_ever_fit(12));
@@ -281,6 +313,7 @@ TEST(Scheduler, RandomLoadsAlwaysEnd) {
     options.max_all_logits_rows = random.integer(1, 8);
     Sim sim(num_pages, options);
     std::vector<int64_t> target;  // tokens that are drawn before the end
+    std::set<Sequence*> paused;
     int num_left = 30;
     int64_t num_alive = 0;
     for (int step = 0; step < 20000 && (num_left > 0 || num_alive > 0); ++step) {
@@ -307,6 +340,18 @@ TEST(Scheduler, RandomLoadsAlwaysEnd) {
         if (is_done || is_cancelled) {
           sim.scheduler.remove(sequence);
           sequence.tokens.clear();
+          paused.erase(&sequence);
+        } else if (paused.contains(&sequence)) {
+          if (random.integer(0, 5) == 0) {
+            sim.scheduler.resume(sequence);
+            paused.erase(&sequence);
+          }
+          ++num_alive;
+        } else if (sequence.num_tokens() > sequence.num_prompt && sequence.num_computed > 0 &&
+                   random.integer(0, 9) == 0) {
+          sim.scheduler.pause(sequence);
+          paused.insert(&sequence);
+          ++num_alive;
         } else {
           ++num_alive;
         }

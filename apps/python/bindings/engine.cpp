@@ -61,13 +61,14 @@ std::unique_ptr<Engine> make_engine(const std::string& model, const std::string&
 
 // None when the context is too long; the caller knows the numbers and says so.
 nb::object submit(Engine& engine, std::vector<int32_t> prompt, const SamplingOptions& sampling, int64_t max_tokens,
-                  std::vector<int32_t> stop_ids, uint64_t salt) {
+                  std::vector<int32_t> stop_ids, uint64_t salt, int64_t max_queued_tokens) {
   Request request;
   request.prompt = std::move(prompt);
   request.sampling = sampling;
   request.max_tokens = max_tokens;
   request.stop_ids = std::move(stop_ids);
   request.salt = salt;
+  request.max_queued_tokens = max_queued_tokens;
   const auto result = [&] {
     const nb::gil_scoped_release unlock;
     return engine.submit(std::move(request));
@@ -170,6 +171,7 @@ nb::dict stats_dict(const Engine& engine) {
   nb::dict dict;
   dict["num_waiting"] = stats.num_waiting;
   dict["num_running"] = stats.num_running;
+  dict["num_paused"] = stats.num_paused;
   dict["num_pages"] = stats.num_pages;
   dict["num_free_pages"] = stats.num_free_pages;
   dict["num_cached_pages"] = stats.num_cached_pages;
@@ -283,10 +285,12 @@ void bind_engine(nb::module_& module) {
       .def(
           "submit",
           [](const EngineHandle& self, std::vector<int32_t> prompt, const SamplingOptions& sampling, int64_t max_tokens,
-             std::vector<int32_t> stop_ids, uint64_t salt) {
-            return submit(*self.get(), std::move(prompt), sampling, max_tokens, std::move(stop_ids), salt);
+             std::vector<int32_t> stop_ids, uint64_t salt, int64_t max_queued_tokens) {
+            return submit(*self.get(), std::move(prompt), sampling, max_tokens, std::move(stop_ids), salt,
+                          max_queued_tokens);
           },
-          "prompt"_a, "sampling"_a, nb::kw_only(), "max_tokens"_a, "stop_ids"_a = std::vector<int32_t>{}, "salt"_a = 0)
+          "prompt"_a, "sampling"_a, nb::kw_only(), "max_tokens"_a, "stop_ids"_a = std::vector<int32_t>{}, "salt"_a = 0,
+          "max_queued_tokens"_a = 0)
       .def(
           "wait",
           [](const EngineHandle& self, RequestId id, int64_t timeout_ms) { return wait(*self.get(), id, timeout_ms); },
