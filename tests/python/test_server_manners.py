@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -133,15 +133,7 @@ def test_a_silent_stream_shows_that_it_lives(fake: Running) -> None:
 
 
 def test_failures_before_and_in_a_stream(fake: Running) -> None:
-    class Breaking(FakeEngine):
-        def wait(self, request: int, timeout_ms: int) -> object:
-            update = super().wait(request, timeout_ms)
-            if self.broken and request in self.live:
-                del self.live[request]
-                update.tokens, update.finish_reason = [], "error"
-            return update
-
-    engine = Breaking()
+    engine = FakeEngine()
     engine.broken = True
     with running(fake_llm(engine), keep_alive=1000) as server:
         for stream in (False, True):
@@ -196,14 +188,63 @@ def test_slow_senders_and_idle_connections() -> None:
         assert server.chat().status_code == 200
 
 
+def stalling(server: Running, path: str, body: dict) -> socket.socket:
+    """A connection whose answer nobody reads yet."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    data = json.dumps({**body, "stream": True}).encode()
+    connection.sendall(head(path, content_length=len(data), connection="close") + data)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> list[dict]:
+    """The chunks of the stream, read to its end."""
+    answer = b""
+    while part := connection.recv(65536):
+        answer += part
+    encoded, text = answer.partition(b"\r\n\r\n")[2], b""
+    while not encoded.startswith(b"0\r\n"):
+        size, _, encoded = encoded.partition(b"\r\n")
+        text += encoded[: int(size, 16)]
+        encoded = encoded[int(size, 16) + 2 :]
+    return chunks_of(text.decode())
+
+
+def test_a_reader_that_stalls_pauses_its_request() -> None:
+    engine = FakeEngine(b"x" * 4000, step=1)
+    with running(fake_llm(engine)) as server:
+        with stalling(server, "/v1/chat/completions", CHAT) as connection:
+            until(lambda: any(g._is_held for g in server.service._generations))
+            left = len(engine.live[1].left)
+            assert left > 1000
+            assert server.chat(max_tokens=3).status_code == 200  # the pump asks the others
+            assert len(engine.live[1].left) == left
+            chunks = rest_of(connection)
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "x" * 4000
+
+
+def test_the_engine_stops_for_a_reader_that_stalls(llm: LLM) -> None:
+    body = {"prompt": "1, 2, 3,", "max_tokens": 240, "n": 4, "seed": 5, "ignore_eos": True}
+    other = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+    with running(llm) as server:
+        whole = server.post("/v1/completions", body).json()["choices"]
+        with stalling(server, "/v1/completions", body) as connection:
+            until(lambda: llm.stats()["num_paused"] == 4)
+            assert llm.stats()["num_running"] == 0
+            assert "Paris" in server.post("/v1/completions", other).json()["choices"][0]["text"]
+            assert llm.stats()["num_paused"] == 4
+            texts = [""] * 4
+            for chunk in rest_of(connection):
+                texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert texts == [choice["text"] for choice in whole]
+        until(lambda: server.service.num_active == 0)
+
+
 def test_a_reader_that_stalls_is_lost() -> None:
     engine = FakeEngine(b"x" * 4000, step=1)
     with running(fake_llm(engine), stall_timeout=0.3) as server:
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", server.port))
-        body = json.dumps({**CHAT, "stream": True, "n": 8}).encode()
-        connection.sendall(head(content_length=len(body)) + body)
+        connection = stalling(server, "/v1/chat/completions", {**CHAT, "n": 8})
         until(lambda: server.service.num_active == 1)
         until(lambda: server.service.num_active == 0 and engine.live == {})
         until(lambda: len(server.server.server_state.connections) == 0)
@@ -223,36 +264,63 @@ def test_a_client_that_leaves_stops_its_work(fake: Running) -> None:
     assert fake.engine.cancelled == [1, 2, 3, 4]
 
 
-def test_resets(llm: LLM) -> None:
-    """In the queue, while the prompt is read, and while tokens come: a hundred clients, eight at once."""
+def test_resets(smollm2_path: Path) -> None:
+    """In the queue, while the prompt is read, and while tokens come: 200 times, eight at once on two places."""
     prompt = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-    with running(llm) as server:
+    signs = {"queue": b": waiting", "prefill": b": prompt", "decode": b"data: "}
+    phases = list(signs)
+    seen = dict.fromkeys(phases, 0)
+    engine = {"max_context": 256, "max_batch_tokens": 8, "max_seqs": 2, "threads": 1}
+    with LLM(smollm2_path, **engine) as llm, running(llm, keep_alive=0.005) as server:
         right = server.post("/v1/completions", prompt).json()["choices"]
 
         def reset(i: int) -> None:
-            body = {
-                "prompt": f"{i} " * (5 + i % 25),
-                "max_tokens": 20,
-                "ignore_eos": True,
-                "stream": i % 4 != 0,
-                "n": 1 + i % 2,
-            }
+            wanted = phases[i % 3]
+            body = {"prompt": f"{i} " * 20, "max_tokens": 50, "ignore_eos": True, "stream": True, "n": 1 + i % 2}
             data = json.dumps(body).encode()
             with socket.create_connection(("127.0.0.1", server.port)) as connection:
-                connection.sendall(head("/v1/completions", content_length=len(data)) + data[: None if i % 10 else 9])
+                connection.sendall(head("/v1/completions", content_length=len(data)) + data)
                 connection.settimeout(60)
-                if i % 4:
-                    time.sleep(i % 3 * 0.01)
-                if i % 4 > 1 and i % 10:
-                    connection.recv(1000)
+                answer = b""
+                while signs[wanted] not in answer:
+                    answer += connection.recv(4096)
+                    if b"data: " in answer:
+                        wanted = "decode"  # the other phase is over
+                seen[wanted] += 1
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(reset, range(100)))
-        until(lambda: server.service.num_active == 0 and llm.stats()["num_running"] + llm.stats()["num_waiting"] == 0)
+            list(pool.map(reset, range(200)))
+        assert sum(seen.values()) == 200 and min(seen.values()) > 10, seen
+
+        def is_idle() -> bool:
+            stats = llm.stats()
+            return server.service.num_active == stats["num_running"] + stats["num_waiting"] + stats["num_paused"] == 0
+
+        until(is_idle)
         stats = llm.stats()
         assert stats["num_free_pages"] + stats["num_cached_pages"] == stats["num_pages"]
+        until(lambda: len(server.server.server_state.connections) <= 1)  # the client's own
         assert server.post("/v1/completions", prompt).json()["choices"] == right
+
+
+def test_resets_without_a_stream(fake: Running) -> None:
+    """Of answers that are sent whole, and of requests that have not come whole: eight at once."""
+    fake.engine.held = True
+    body = json.dumps(CHAT).encode()
+
+    def reset(i: int) -> None:
+        with socket.create_connection(("127.0.0.1", fake.port)) as connection:
+            connection.sendall(head(content_length=len(body)) + (body if i % 2 else body[:9]))
+            until(lambda: i % 2 == 0 or len(fake.engine.submitted) > i // 16)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(reset, range(64)))
+    until(lambda: fake.engine.live == {} and fake.service.num_active == 0)
+    until(lambda: len(fake.server.server_state.connections) <= 1)
+    fake.engine.held = False
+    assert fake.chat().status_code == 200
 
 
 # Keys

@@ -112,12 +112,13 @@ class BoundEngine:
         max_tokens: int,
         stop_ids: list[int],
         salt: int = 0,
+        max_queued_tokens: int = 0,
     ) -> int | None:
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(sampling, name):  # they count the answer's tokens, of which the engine sees some as the prompt's
                 raise InvalidArgument(f"{name} is {getattr(sampling, name):g}, with a grammar it can only be 0")
         self._prompt, self._sampling, self._left = list(prompt), sampling, max_tokens
-        self._stop_ids, self._salt = stop_ids, salt
+        self._stop_ids, self._salt, self._max_queued_tokens = stop_ids, salt, max_queued_tokens
         self._bias, self._seed = list(sampling.logit_bias), sampling.seed
         self._force()
         self._request = self._go_on(masked=False)
@@ -146,6 +147,7 @@ class BoundEngine:
             max_tokens=1 if masked else self._left,
             stop_ids=self._stop_ids,
             salt=self._salt,
+            max_queued_tokens=self._max_queued_tokens,
         )
 
     def _masked_bias(self) -> list[tuple[int, float]]:

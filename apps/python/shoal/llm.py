@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 
+_MAX_QUEUED_TOKENS = 64  # that nobody takes: the engine then pauses the request until somebody does
 _TICK_MS = 50  # how long a wait lasts before Python looks for Ctrl-C
 
 
@@ -254,7 +255,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Pieces of the answer as they come; joined, their texts are what `generate` gives. Closing the iterator
-        cancels the request."""
+        cancels the request; one that is not asked for chunks pauses it."""
         return self._stream(self._ids(prompt), SamplingParams() if params is None else params)
 
     def chat(
@@ -425,6 +426,7 @@ class Run:
             max_tokens=max_tokens,
             stop_ids=sorted(i for i in stop_ids if i < vocab_size),
             salt=salt,
+            max_queued_tokens=_MAX_QUEUED_TOKENS,
         )
         if self._id is None:
             raise InvalidArgument(

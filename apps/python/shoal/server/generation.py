@@ -21,6 +21,9 @@ from shoal.server.pump import Job, Pump
 T = TypeVar("T")
 
 
+_MAX_NEWS = 64  # pieces that a reader has not taken; the engine is not asked for more then
+
+
 @dataclass
 class Piece:
     """What is new of one of a generation's answers."""
@@ -37,6 +40,8 @@ class Generation:
         self._jobs = jobs
         self._n = n
         self._news: deque[Piece] = deque()
+        self._is_held = False
+        self._is_cancelled = False
         self._arrived = asyncio.Event()
         self._failure: ApiError | None = None
         self.num_prompt = num_prompt  # tokens of all prompts
@@ -59,6 +64,7 @@ class Generation:
             if self._news:
                 pieces = list(self._news)
                 self._news.clear()
+                self._hold(False)
                 return pieces
             if self.num_open == 0:
                 return []
@@ -67,11 +73,19 @@ class Generation:
 
     def cancel(self) -> None:
         """Ends what has not ended, within a step. To be called when nobody listens any more."""
+        self._is_cancelled = True
         self._expiry.cancel()
         self._service.forget(self)
         for job in self._jobs:
             if not job.run.finished:
                 job.run.stop()
+        self._hold(False)
+
+    def _hold(self, is_held: bool) -> None:
+        is_held = is_held and not self._is_cancelled  # or nobody would hear of its end
+        if self._is_held != is_held:
+            self._is_held = is_held
+            self._service.hold(self._jobs, is_held)
 
     def fail(self, error: ApiError) -> None:
         self._failure = self._failure or error
@@ -103,6 +117,7 @@ class Generation:
                 self.fail(ApiError(503, "the engine was closed", None, "stopped"))
             self._service.metrics.completed(news.completion, now - self._started)
         self._news.append(Piece(index, news))
+        self._hold(len(self._news) >= _MAX_NEWS)
         self._arrived.set()
 
     def _expire(self) -> None:
@@ -190,6 +205,9 @@ class Service:
         self._generations.add(generation)
         self._pump.add(jobs)
         return generation
+
+    def hold(self, jobs: list[Job], is_held: bool) -> None:
+        self._pump.hold(jobs, is_held)
 
     def forget(self, generation: Generation) -> None:
         self._generations.discard(generation)

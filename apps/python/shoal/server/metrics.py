@@ -25,6 +25,7 @@ class _EngineState:
         for name, text, value in (
             ("num_requests_running", "Requests in the engine's steps.", stats["num_running"]),
             ("num_requests_waiting", "Requests that wait for pages or a place.", stats["num_waiting"]),
+            ("num_requests_paused", "Requests whose readers stall.", stats["num_paused"]),
             (
                 "kv_cache_usage_perc",
                 "Share of the KV pages in use, cached prefixes included.",

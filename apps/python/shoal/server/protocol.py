@@ -14,6 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.server.errors import ApiError, busy, to_json
 
+_MAX_UNSENT = 8 << 10  # bytes of an answer that wait for their reader; sending then does so too
+
 
 def protocol_class(max_connections: int, receive_timeout: float, linger: float) -> type[H11Protocol]:
     """`linger`: seconds in which the reader of a connection that we closed can take what was sent to it."""
@@ -21,6 +23,7 @@ def protocol_class(max_connections: int, receive_timeout: float, linger: float) 
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            transport.set_write_buffer_limits(high=_MAX_UNSENT)
             self.waiting_since: float | None = time.monotonic()  # for the head of a request
             self.closing_since: float | None = None
             if len(self.connections) > max_connections:

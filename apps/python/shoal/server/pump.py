@@ -16,10 +16,12 @@ _TICK_MS = 20  # how long news of the others can wait when the one that is waite
 
 
 class Job:
-    """A run and who wants to hear of it. `tell` is called on the pump's thread: a chunk, or what the run failed of."""
+    """A run and who wants to hear of it. `tell` is called on the pump's thread: a chunk, or what the run failed of.
+    While it is held nobody asks for its news, and the engine pauses it before long."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.is_held = False
         self.tell: Callable[[Chunk | Exception], None] = lambda news: None
 
 
@@ -38,6 +40,12 @@ class Pump:
             self._jobs += jobs
             self._changed.notify()
 
+    def hold(self, jobs: list[Job], is_held: bool) -> None:
+        with self._changed:
+            for job in jobs:
+                job.is_held = is_held
+            self._changed.notify()
+
     def close(self) -> None:
         """Ends what still runs and the thread."""
         with self._changed:
@@ -52,10 +60,10 @@ class Pump:
         front: Job | None = None  # had news last
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._stopping)
+                self._changed.wait_for(lambda: self._stopping or not all(job.is_held for job in self._jobs))
                 if self._stopping:
                     return
-                jobs = list(self._jobs)
+                jobs = [job for job in self._jobs if not job.is_held]
             if front in jobs:
                 jobs.remove(front)
                 jobs.insert(0, front)

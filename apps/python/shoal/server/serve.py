@@ -21,6 +21,7 @@ from shoal.server.protocol import protocol_class
 
 Say = Callable[[str], None]
 
+_MAX_UNSENT = 16 << 10  # bytes of a connection that the system holds and has not sent
 _DEATH_NOTICE = 1.0  # seconds in which streams tell their clients that the engine has stopped
 
 
@@ -126,6 +127,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Of what a reader does not take little is to wait here, so that its request pauses. Connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT)
         listener.bind(address)
     except BaseException:
         listener.close()
