@@ -10,6 +10,7 @@
 
 #include "shoal/cpu/thread_pool.h"
 #include "shoal/cuda/device.h"
+#include "shoal/ops/activation/activation.h"
 #include "shoal/ops/matmul/matmul.h"
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
@@ -221,23 +222,35 @@ void bench_experts(Bench& bench, Format format, int64_t num_experts, int64_t top
   }
 }
 
-void bench_attention(Bench& bench, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t past,
-                     int64_t rows) {
-  const std::string name = "attention bf16 " + std::to_string(num_heads) + "/" + std::to_string(num_kv_heads) + "x" +
-                           std::to_string(head_dim) + " " + std::to_string(rows) + " after " + std::to_string(past);
+// A KV cache whose values take `bits`; codes have a scale a channel.
+struct CacheKind {
+  const char* name;
+  DType dtype;
+  int64_t bits;
+};
+constexpr CacheKind kBf16Cache{"bf16", DType::kBF16, 16};
+constexpr CacheKind kInt8Cache{"int8", DType::kI8, 8};
+constexpr CacheKind kInt4Cache{"int4", DType::kU8, 4};
+
+void bench_attention(Bench& bench, const CacheKind& kind, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                     int64_t past, int64_t rows) {
+  const std::string name = std::string("attention ") + kind.name + " " + std::to_string(num_heads) + "/" +
+                           std::to_string(num_kv_heads) + "x" + std::to_string(head_dim) + " " + std::to_string(rows) +
+                           " after " + std::to_string(past);
   if (!bench.wants(name)) {
     return;
   }
   constexpr int64_t kPage = 32;
   const int64_t kv_len = past + rows;
   const int64_t num_pages = (kv_len + kPage - 1) / kPage;
-  const double cache_bytes = 4.0 * static_cast<double>(kv_len * num_kv_heads * head_dim);
+  const double cache_bytes = 2.0 * static_cast<double>(kv_len * num_kv_heads * head_dim * kind.bits) / 8.0;
+  const int64_t width = kind.bits == 4 ? head_dim / 2 : head_dim;
   const int64_t num_sets = rows > 64 ? 1 : std::max<int64_t>(1, static_cast<int64_t>(kColdBytes / cache_bytes) + 1);
   std::vector<Tensor> keys;
   std::vector<Tensor> values;
   for (int64_t i = 0; i < num_sets; ++i) {
-    keys.push_back(bench.noise(DType::kBF16, {num_pages, kPage, num_kv_heads, head_dim}));
-    values.push_back(bench.noise(DType::kBF16, {num_pages, kPage, num_kv_heads, head_dim}));
+    keys.push_back(bench.noise(kind.dtype, {num_pages, kPage, num_kv_heads, width}));
+    values.push_back(bench.noise(kind.dtype, {num_pages, kPage, num_kv_heads, width}));
   }
   Tensor table(DType::kI32, {1, num_pages});
   for (int64_t i = 0; i < num_pages; ++i) {
@@ -253,6 +266,9 @@ void bench_attention(Bench& bench, int64_t num_heads, int64_t num_kv_heads, int6
   const Tensor device_pasts = bench.to_device(pasts);
   const Tensor qkv = bench.noise(DType::kF32, {rows, (num_heads + 2 * num_kv_heads) * head_dim});
   const Tensor out = bench.tensor(DType::kF32, {rows, num_heads * head_dim});
+  Tensor host_scales(DType::kF32, {num_kv_heads * head_dim});
+  std::ranges::fill(host_scales.span<float>(), kind.bits == 4 ? 0.3f : 0.02f);
+  const Tensor scales = bench.to_device(host_scales);
   const double pairs = static_cast<double>(rows) * (static_cast<double>(past) + static_cast<double>(rows + 1) / 2.0);
   bench.report(name, cache_bytes, 4.0 * pairs * static_cast<double>(num_heads * head_dim), num_sets, [&](int64_t i) {
     PagedAttentionArgs args;
@@ -265,6 +281,16 @@ void bench_attention(Bench& bench, int64_t num_heads, int64_t num_kv_heads, int6
     args.block_table = device_table;
     args.num_heads = num_heads;
     args.kv_num_heads = num_kv_heads;
+    if (kind.bits < 16) {
+      args.k_scale = scales;
+      args.v_scale = scales;
+      args.k_quant_type = "PER_CHANNEL";
+      args.v_quant_type = "PER_CHANNEL";
+    }
+    if (kind.bits == 4) {
+      args.k_cache_dtype = "int4";
+      args.v_cache_dtype = "int4";
+    }
     paged_attention(args, bench.context());
   });
 }
@@ -283,6 +309,19 @@ void bench_norm(Bench& bench, int64_t rows, int64_t hidden) {
   });
 }
 
+void bench_gate(Bench& bench, int64_t rows, int64_t width) {
+  const std::string name = "swiglu " + std::to_string(rows) + "x" + std::to_string(width);
+  if (!bench.wants(name)) {
+    return;
+  }
+  const Tensor gate = bench.noise(DType::kF32, {rows, width});
+  const Tensor value = bench.noise(DType::kF32, {rows, width});
+  const Tensor out = bench.tensor(DType::kF32, {rows, width});
+  bench.report(name, 12.0 * static_cast<double>(rows * width), 0.0, 1, [&](int64_t) {
+    gated_activation({.out = out, .gate = gate, .value = value, .kind = Gate::kSilu}, bench.context());
+  });
+}
+
 void run(const std::string& filter) {
   Bench bench(filter);
   for (const Format format :
@@ -296,14 +335,22 @@ void run(const std::string& filter) {
   bench_experts(bench, Format::kQ4_K, 256, 8, 3072, 3072, {1, 2, 8, 8192});
   for (const int64_t past : {8191, 65535, 131071}) {
     for (const int64_t rows : {1, 4, 8}) {
-      bench_attention(bench, 48, 8, 128, past, rows);
+      bench_attention(bench, kBf16Cache, 48, 8, 128, past, rows);
     }
   }
-  bench_attention(bench, 32, 4, 128, 8191, 1);
-  bench_attention(bench, 48, 8, 128, 0, 8192);
-  bench_attention(bench, 48, 8, 128, 24576, 8192);
-  bench_attention(bench, 32, 4, 128, 0, 8192);
+  for (const CacheKind& kind : {kInt8Cache, kInt4Cache}) {
+    for (const int64_t past : {65535, 131071}) {
+      for (const int64_t rows : {1, 8}) {
+        bench_attention(bench, kind, 48, 8, 128, past, rows);
+      }
+    }
+  }
+  bench_attention(bench, kBf16Cache, 32, 4, 128, 8191, 1);
+  bench_attention(bench, kBf16Cache, 48, 8, 128, 0, 8192);
+  bench_attention(bench, kBf16Cache, 48, 8, 128, 24576, 8192);
+  bench_attention(bench, kBf16Cache, 32, 4, 128, 0, 8192);
   bench_norm(bench, 8192, 4096);
+  bench_gate(bench, 8192, 6144);
 }
 
 }  // namespace
