@@ -113,6 +113,17 @@ def first_run(result: dict) -> str:
     )
 
 
+OPERATOR_HEAD = ["| case | time, us | GB/s | of the copy | TFLOP/s | of bf16 |", "|---|---:|---:|---:|---:|---:|"]
+
+
+def operator_rows(operators: list[dict], bf16_tflop_s: float) -> list[str]:
+    return [
+        f"| {row['case']} | {row['us']:.1f} | {row['gb_s']:.0f} | {100 * row['share_of_copy']:.0f} % | "
+        f"{row['tflop_s']:.1f} | {100 * row['tflop_s'] / bf16_tflop_s:.0f} % |"
+        for row in operators
+    ]
+
+
 def device(result: dict) -> str:
     lines = [
         f"## {result['gpu']}",
@@ -138,14 +149,19 @@ def device(result: dict) -> str:
         f"Operators (`device_bench`, L2 cold, medians; a copy reached {result['copy_gb_s']} GB/s in the same run, "
         f"dense bf16 products of cuBLAS about {result['bf16_tflop_s']} TFLOP/s in an earlier one):",
         "",
-        "| case | time, us | GB/s | of the copy | TFLOP/s | of bf16 |",
-        "|---|---:|---:|---:|---:|---:|",
+        *OPERATOR_HEAD,
     ]
-    for row in result["operators"]:
-        lines.append(
-            f"| {row['case']} | {row['us']:.1f} | {row['gb_s']:.0f} | {100 * row['share_of_copy']:.0f} % | "
-            f"{row['tflop_s']:.1f} | {100 * row['tflop_s'] / result['bf16_tflop_s']:.0f} % |"
-        )
+    lines += operator_rows(result["operators"], result["bf16_tflop_s"])
+    if "later" in result:
+        later = result["later"]
+        lines += [
+            "",
+            f"Of a later run (commit {later['commit']}, {later['tests_passed']} tests passed, a copy reached "
+            f"{later['copy_gb_s']} GB/s or more):",
+            "",
+            *OPERATOR_HEAD,
+            *operator_rows(later["operators"], result["bf16_tflop_s"]),
+        ]
     return "\n".join(lines)
 
 
