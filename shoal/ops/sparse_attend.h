@@ -50,6 +50,8 @@ struct Heads {
   float scale = 1.0f;
   float softcap = 0.0f;         // 0: off
   const float* sink = nullptr;  // [num_heads], or null
+  int64_t v_head_dim = 0;       // of the output
+  bool shared_rows = false;     // values are the first v_head_dim channels of the keys
 };
 
 // Memory of one thread.
@@ -68,7 +70,7 @@ Heads make_heads(DType type, int64_t head_dim, int64_t group, float scale, float
 size_t scratch_bytes(const Heads& heads);
 Scratch take_scratch(const Heads& heads, Workspace& workspace);
 
-// The output rows of the heads kv_head * group and on: head_dim elements each, one after the other. Zero without a
+// The output rows of the heads kv_head * group and on: v_head_dim elements each, one after the other. Zero without a
 // valid candidate.
 SHOAL_DECLARE_FOR_EACH_ISA(void attend(const Heads& heads, int64_t kv_head, CandidateList& list, const Scratch& scratch,
                                        std::byte* output))

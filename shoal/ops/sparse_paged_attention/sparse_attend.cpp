@@ -25,7 +25,7 @@ void visit_arrays(const Heads& heads, Scratch& scratch, Visit&& visit) {
 }  // namespace
 
 Heads make_heads(DType type, int64_t head_dim, int64_t group, float scale, float softcap) {
-  return {type, head_dim, round_up(head_dim, paged::kPad), group, scale, softcap, nullptr};
+  return {type, head_dim, round_up(head_dim, paged::kPad), group, scale, softcap, nullptr, head_dim, false};
 }
 
 size_t scratch_bytes(const Heads& heads) {

@@ -27,7 +27,10 @@ struct Shared {
 };
 
 sparse::Heads heads_of(const paged::Problem& p) {
-  return sparse::make_heads(p.type, p.head_dim, p.group, p.scale, p.softcap);
+  sparse::Heads heads = sparse::make_heads(p.type, p.head_dim, p.group, p.scale, p.softcap);
+  heads.v_head_dim = p.v_head_dim;
+  heads.shared_rows = p.latent;
+  return heads;
 }
 
 // Calls visit(pointer, count) for every array.
@@ -77,7 +80,7 @@ class Candidates final : public sparse::CandidateList {
     }
     cached_.key = cache_rows(p_.k_cache, shared.k_scales);
     cached_.value = cache_rows(p_.v_cache, shared.v_scales);
-    // V of this step is read from its input.
+    // V of this step is read from its input; in LATENT nobody asks.
     current_.key = {reinterpret_cast<const std::byte*>(shared.keys),
                     paged::Store::kF32,
                     p_.num_kv_heads * heads.stride * 4,
@@ -118,6 +121,9 @@ class Candidates final : public sparse::CandidateList {
     return type == DType::kF16 ? paged::Store::kF16 : type == DType::kBF16 ? paged::Store::kBF16 : paged::Store::kF32;
   }
 
+  // Whether a row of the cache is the row that was written.
+  bool holds_exactly(paged::Store store) const { return store == store_of(p_.type) || store == paged::Store::kF32; }
+
   sparse::RowSource cache_rows(const paged::CacheSide& side, const float* scales) const {
     return {side.data,
             side.store,
@@ -151,7 +157,7 @@ class Candidates final : public sparse::CandidateList {
       }
       out.row = slot;
     }
-    if (!p_.k_cache.quantized()) {
+    if (holds_exactly(p_.k_cache.store)) {
       out = {&current_, token_idx};
     }
     return true;
@@ -213,6 +219,8 @@ void append(const paged::Problem& p, const Shared& shared, const sparse::Heads& 
     const int64_t slot = paged::write_slot(p, shared.owner[t], t, pos);
     if (slot >= 0) {
       write(p.k_cache, shared.k_scales, key, slot);
+    }
+    if (slot >= 0 && !p.latent) {
       paged::load_row(p.type, p.value, t, kv_head * p.head_dim, p.head_dim, scratch.rows);
       write(p.v_cache, shared.v_scales, scratch.rows, slot);
     }
@@ -252,7 +260,7 @@ void run(const Problem& problem, const OpContext& context) {
     }
   });
   const auto attend = sparse::pick_attend(context.isa);
-  const int64_t unit_bytes = p.group * p.head_dim * static_cast<int64_t>(size_of(p.type));
+  const int64_t unit_bytes = p.group * p.v_head_dim * static_cast<int64_t>(size_of(p.type));
   pool.parallel_for(p.num_tokens * p.num_kv_heads, 1, [&](int64_t begin, int64_t end, int thread_idx) {
     const sparse::Scratch& scratch = shared.threads[thread_idx];
     for (int64_t unit = begin; unit < end; ++unit) {
@@ -279,9 +287,9 @@ SparsePagedAttentionShapes sparse_paged_attention_shapes(const SparsePagedAttent
   const auto like = [](const TensorView& view) {
     return OutputSpec{view.dtype, {view.dims().begin(), view.dims().end()}};
   };
-  return {{args.query.dtype, {problem.paged.num_tokens, problem.paged.num_heads * problem.paged.head_dim}},
+  return {{args.query.dtype, {problem.paged.num_tokens, problem.paged.num_heads * problem.paged.v_head_dim}},
           like(args.key_cache),
-          like(args.value_cache)};
+          args.value_cache ? like(args.value_cache) : OutputSpec{}};
 }
 
 size_t sparse_paged_attention_workspace_bytes(const SparsePagedAttentionArgs& args, int num_threads) {

@@ -20,14 +20,18 @@
 // What is read for a position p of the main cache, whose page must be mapped in every case:
 //
 //   p < past[b]                       its row of the cache
-//   of this step, written             the step's own K (normed and turned) and V; int8: the codes in its slot
+//   of this step, written             the step's own K (normed and turned) and V; as its slot holds them, if the cache
+//                                     is int8 or narrower than T
 //   of this step, slot negative       its row of the cache: K and V of this step are not used
 //   of this step, slot past the pool  nothing: the position is not valid
 //
+// With kv_cache_layout LATENT there is one KV head and no V: it is the first Hv channels of the K row.
+//
 // Shapes    N query heads, G KV heads (query head h reads KV head h / (N / G)), H head_dim (a multiple of 8),
+//           Hv v_head_size (H, less only in LATENT),
 //           S page_size (a power of two, at least 16), P pages, C columns of the page table, M selected entries,
 //           A rows of the auxiliary cache, B sequences: see each member below
-// Types     T, the type of query: f16, bf16; on the CPU also f32. Cache: T, int8, on the CPU also f32 under any T;
+// Types     T, the type of query: f16, bf16; on the CPU also f32. Cache: T, int8, f32 under any T, f16 and bf16 under f32;
 //           K and V alike
 // Layout    caches contiguous; rows of output may be strided; every other tensor any strides
 // Numerics  scores, softmax and sums in f32, one rounding to T. Cached bytes are those of paged_attention. A row's
@@ -52,14 +56,14 @@ namespace shoal {
 
 // Member names are the schema's, so that messages and the Python function match it.
 struct SparsePagedAttentionArgs {
-  TensorView output{};                      // [num_tokens, N * H], T
+  TensorView output{};                      // [num_tokens, N * Hv], T
   TensorView key_cache_out{};               // optional: must be key_cache itself
   TensorView value_cache_out{};             // optional: must be value_cache itself
   TensorView query{};                       // [num_tokens, N * H], or packed Q, K, V [num_tokens, (N + 2 G) * H]
   TensorView key{};                         // [num_tokens, G * H], absent if packed
-  TensorView value{};                       // [num_tokens, G * H], absent if packed
+  TensorView value{};                       // [num_tokens, G * H], absent if packed or LATENT
   TensorView key_cache{};                   // [P, S, G, H], changed in place
-  TensorView value_cache{};                 // as key_cache
+  TensorView value_cache{};                 // as key_cache; absent in LATENT
   TensorView cumulative_sequence_length{};  // [B + 1] i32, non-decreasing, first 0, last num_tokens
   TensorView past_seqlens{};                // [B] i32, tokens already in the cache
   TensorView block_table{};                 // [B, C] i32, page of positions [i S, (i + 1) S); -1: unmapped
@@ -94,6 +98,8 @@ struct SparsePagedAttentionArgs {
   float qk_norm_epsilon = 1e-6f;
   std::string_view k_quant_type = "NONE";  // NONE, PER_TENSOR, PER_CHANNEL
   std::string_view v_quant_type = "NONE";
+  std::string_view kv_cache_layout = "SEPARATE";  // or LATENT, as in paged_attention
+  int64_t v_head_size = 0;                        // 0: H
 };
 
 struct SparsePagedAttentionShapes {

@@ -29,6 +29,7 @@ struct Case {
   int64_t num_heads = 4;
   int64_t num_kv_heads = 2;
   int64_t head_dim = 16;
+  int64_t v_head_dim = 0;  // above 0: LATENT
   int64_t page_size = 16;
   int64_t num_pages = 6;
   std::vector<std::vector<int32_t>> table = {{2, 0, 4, 1, 3, -1}};
@@ -105,7 +106,7 @@ class Step {
         poison(auxiliary_value, b, row);
       }
     }
-    output = memory(c.type, {num_tokens, width});
+    output = memory(c.type, {num_tokens, c.num_heads * v_dim()});
   }
 
   SparsePagedAttentionArgs args() {
@@ -113,9 +114,14 @@ class Step {
     a.output = output;
     a.query = query;
     a.key = key;
-    a.value = value;
     a.key_cache = k_cache;
-    a.value_cache = v_cache;
+    if (c.v_head_dim == 0) {
+      a.value = value;
+      a.value_cache = v_cache;
+    } else {
+      a.kv_cache_layout = "LATENT";
+      a.v_head_size = c.v_head_dim;
+    }
     a.cumulative_sequence_length = ints(cu, {num_seqs + 1});
     a.past_seqlens = ints(c.past, {num_seqs});
     a.block_table = ints(table, {num_seqs, static_cast<int64_t>(c.table[0].size())});
@@ -141,9 +147,11 @@ class Step {
     if (c.cache == DType::kI8) {
       const bool k_per_channel = c.quant == "PER_CHANNEL";
       a.k_quant_type = k_per_channel ? "PER_CHANNEL" : "PER_TENSOR";
-      a.v_quant_type = k_per_channel ? "PER_TENSOR" : "PER_CHANNEL";
       a.k_scale = TensorView(channel_scales.data(), DType::kF32, {k_per_channel ? kv_width : 1});
-      a.v_scale = TensorView(channel_scales.data(), DType::kF32, {k_per_channel ? 1 : kv_width});
+      if (c.v_head_dim == 0) {
+        a.v_quant_type = k_per_channel ? "PER_TENSOR" : "PER_CHANNEL";
+        a.v_scale = TensorView(channel_scales.data(), DType::kF32, {k_per_channel ? 1 : kv_width});
+      }
     }
     a.num_heads = c.num_heads;
     a.kv_num_heads = c.num_kv_heads;
@@ -189,7 +197,9 @@ class Step {
         for (int64_t i = 0; i < kv_width; ++i) {
           const auto n = static_cast<size_t>(i);
           e.k_cache[static_cast<size_t>(slot * kv_width + i)] = stored(keys.back()[n], true, i);
-          e.v_cache[static_cast<size_t>(slot * kv_width + i)] = stored(values.back()[n], false, i);
+          if (c.v_head_dim == 0) {
+            e.v_cache[static_cast<size_t>(slot * kv_width + i)] = stored(values.back()[n], false, i);
+          }
         }
       }
     }
@@ -201,6 +211,7 @@ class Step {
     return e;
   }
 
+  int64_t v_dim() const { return c.v_head_dim > 0 ? c.v_head_dim : c.head_dim; }
   int64_t seq_of(int64_t t) const {
     int64_t b = 0;
     while (t >= cu[static_cast<size_t>(b + 1)]) {
@@ -220,7 +231,7 @@ class Step {
   std::vector<float> result() const {
     std::vector<float> values;
     for (int64_t t = 0; t < num_tokens; ++t) {
-      for (int64_t i = 0; i < width; ++i) {
+      for (int64_t i = 0; i < output.dim(1); ++i) {
         values.push_back(read_element(c.type, output.data, t * output.stride(0) + i));
       }
     }
@@ -393,15 +404,15 @@ class Step {
         if (asked >= c.num_pages * c.page_size) {
           return;
         }
-        if (asked >= 0 && c.cache != DType::kI8) {
-          rows.push_back(
-              {&keys[own][static_cast<size_t>(g * c.head_dim)], &values[own][static_cast<size_t>(g * c.head_dim)]});
+        if (asked >= 0 && (c.cache == c.type || c.cache == DType::kF32)) {
+          const auto first = static_cast<size_t>(g * c.head_dim);
+          rows.push_back({&keys[own][first], c.v_head_dim > 0 ? &keys[own][first] : &values[own][first]});
           return;
         }
         slot = asked >= 0 ? asked : slot;
       }
       const auto offset = static_cast<size_t>(slot * kv_width + g * c.head_dim);
-      rows.push_back({&e.k_cache[offset], &e.v_cache[offset]});
+      rows.push_back({&e.k_cache[offset], c.v_head_dim > 0 ? &e.k_cache[offset] : &e.v_cache[offset]});
     };
     for (int64_t p = begin; c.local && p <= end; ++p) {
       main(p);
@@ -441,7 +452,7 @@ class Step {
       max = std::max(max, logits.back());
     }
     double sum = c.sink ? std::exp(read_element(c.type, sink.data, h) - max) : 0.0;
-    Values acc(q.size(), 0.0);
+    Values acc(static_cast<size_t>(v_dim()), 0.0);
     for (size_t j = 0; j < rows.size(); ++j) {
       const double weight = std::exp(logits[j] - max);
       sum += weight;

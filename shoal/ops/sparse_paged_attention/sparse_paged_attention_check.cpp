@@ -29,9 +29,14 @@ void check_caches(const SparsePagedAttentionArgs& args) {
   const Matcher match(kOp);
   match.tensor("query", args.query).types(kFloats);
   if (args.query.dtype == DType::kF32) {
-    match.tensor("key_cache", args.key_cache).types({DType::kF32, DType::kI8});
+    match.tensor("key_cache", args.key_cache).types({DType::kF32, DType::kF16, DType::kBF16, DType::kI8});
   } else {
     match.tensor("key_cache", args.key_cache).types({args.query.dtype, DType::kI8, DType::kF32});
+  }
+  if (args.kv_cache_layout == "LATENT") {
+    expect(args.selected_kv_source == "main",
+           "selected_kv_source is 'auxiliary', expected main with kv_cache_layout LATENT");
+    return;
   }
   match.tensor("value_cache", args.value_cache);
   expect(args.value_cache.dtype == args.key_cache.dtype, "value_cache has type ", to_string(args.value_cache.dtype),
@@ -69,6 +74,8 @@ PagedAttentionArgs common_arguments(const SparsePagedAttentionArgs& args) {
   a.qk_norm_epsilon = args.qk_norm_epsilon;
   a.k_quant_type = args.k_quant_type;
   a.v_quant_type = args.v_quant_type;
+  a.kv_cache_layout = args.kv_cache_layout;
+  a.v_head_size = args.v_head_size;
   return a;
 }
 

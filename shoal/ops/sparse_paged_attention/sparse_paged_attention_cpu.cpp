@@ -89,7 +89,7 @@ void weigh_tile(const Heads& heads, const Logits& logits, const Scratch& scratch
 
 // Sink, division and the one rounding to T.
 void finish(const Heads& heads, int64_t kv_head, const Scratch& scratch, const RowValues& values, std::byte* output) {
-  const int64_t row_bytes = heads.head_dim * static_cast<int64_t>(size_of(heads.type));
+  const int64_t row_bytes = heads.v_head_dim * static_cast<int64_t>(size_of(heads.type));
   for (int64_t r = 0; r < heads.group; ++r) {
     float* __restrict row = scratch.acc + r * heads.stride;
     double sum = values.sum[r];
@@ -98,13 +98,13 @@ void finish(const Heads& heads, int64_t kv_head, const Scratch& scratch, const R
                             static_cast<double>(values.max[r]));
     }
     const float inverse = values.sum[r] == 0.0f ? 0.0f : static_cast<float>(1.0 / sum);
-    for (int64_t i = 0; i < heads.head_dim; ++i) {
+    for (int64_t i = 0; i < heads.v_head_dim; ++i) {
       row[i] *= inverse;
     }
-    if (heads.head_dim % 8 == 0) {
-      write_row(plain_store(heads.type), row, nullptr, heads.head_dim, output + r * row_bytes);
+    if (heads.v_head_dim % 8 == 0) {
+      write_row(plain_store(heads.type), row, nullptr, heads.v_head_dim, output + r * row_bytes);
     } else {
-      paged::store_row(heads.type, row, heads.head_dim, output + r * row_bytes);
+      paged::store_row(heads.type, row, heads.v_head_dim, output + r * row_bytes);
     }
   }
 }
@@ -139,7 +139,7 @@ void attend(const Heads& heads, int64_t kv_head, CandidateList& list, const Scra
     turn_keys(heads, scratch, count, end);
     scores_of_tile(scratch.query, heads.group, heads.stride, heads.stride, scratch.k_tile, 0, end, scratch.weights);
     weigh_tile(heads, logits, scratch, values, count);
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t j = 0; j < count && !heads.shared_rows; ++j) {
       read_row(heads, tile[j].source->value, tile[j].row, kv_head, scratch.rows + j * heads.stride);
     }
     add_values<Store::kF32>(scratch.weights, values.factor, heads.group, rows, 0, count, heads.stride, scratch.acc);

@@ -130,6 +130,26 @@ std::vector<Case> feature_cases() {
   slots.cache = DType::kI8;
   slots.quant = "PER_TENSOR";
   add(slots, "slots_int8");
+  Case latent = base;
+  latent.num_kv_heads = 1;
+  latent.head_dim = 24;
+  latent.v_head_dim = 9;
+  latent.scale = 0.3f;
+  latent.rotary = 2;
+  latent.rotary_dim = 8;
+  latent.rotary_offset = 16;
+  for (const DType cache : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8}) {
+    latent.type = DType::kF32;
+    latent.cache = cache;
+    latent.quant = cache == DType::kI8 ? "PER_CHANNEL" : "NONE";
+    add(latent, concat("latent_", static_cast<int>(cache)));
+  }
+  Case narrow = base;
+  narrow.type = DType::kF32;
+  add(narrow, "f16_under_f32");
+  narrow.cache = DType::kBF16;
+  narrow.local = true;
+  add(narrow, "bf16_under_f32");
   Case nothing = base;
   nothing.selected = {};
   nothing.sink = true;
