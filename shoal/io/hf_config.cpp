@@ -56,18 +56,17 @@ std::string hf_string_or(const Json& config, std::string_view key, std::string_v
                                : std::string(fallback);
 }
 
-std::vector<std::string> hf_layer_types(const Json& config, size_t num_layers) {
-  constexpr std::string_view kKey = "layer_types";
+std::vector<std::string> hf_layer_types(const Json& config, size_t num_layers, std::string_view key) {
   std::vector<std::string> types;
-  if (!hf_given(config, kKey)) {
+  if (!hf_given(config, key)) {
     return types;
   }
-  for (const Json& type : config.find(kKey)->as_array("config.json: layer_types")) {
-    types.push_back(type.as_string("config.json: layer_types"));
+  const std::string what = "config.json: " + std::string(key);
+  for (const Json& type : config.find(key)->as_array(what)) {
+    types.push_back(type.as_string(what));
   }
   if (types.size() != num_layers) {
-    fail(ErrorCode::kModelFormat, "config.json: layer_types has ", types.size(), " entries for ", num_layers,
-         " layers");
+    fail(ErrorCode::kModelFormat, what, " has ", types.size(), " entries for ", num_layers, " layers");
   }
   return types;
 }

@@ -20,6 +20,6 @@ bool hf_bool_or(const Json& config, std::string_view key, bool fallback);
 std::string hf_string_or(const Json& config, std::string_view key, std::string_view fallback);
 
 // `layer_types`, an entry a layer; empty where it is absent.
-std::vector<std::string> hf_layer_types(const Json& config, size_t num_layers);
+std::vector<std::string> hf_layer_types(const Json& config, size_t num_layers, std::string_view key = "layer_types");
 
 }  // namespace shoal::io

@@ -296,6 +296,17 @@ void read_hf_groups(const Json& config, DecoderConfig& decoder) {
   check_sigmoid(experts);
   experts.shared_hidden = hf_int_or(config, "n_shared_experts", 0, 0, 64) * experts.expert_hidden;
   set_expert_layers(decoder, hf_int_or(config, "first_k_dense_replace", 0, 0, decoder.num_layers));
+  read_hf_mlp_types(config, decoder);
+}
+
+void read_hf_mlp_types(const Json& config, DecoderConfig& decoder) {
+  const std::vector<std::string> types = hf_layer_types(config, decoder.layers.size(), "mlp_layer_types");
+  for (size_t i = 0; i < types.size(); ++i) {
+    if (types[i] != "dense" && types[i] != "sparse") {
+      fail(ErrorCode::kUnsupported, "config.json: MLP type \"", printable(types[i]), "\" is not supported");
+    }
+    decoder.layers[i].has_experts = types[i] == "sparse";
+  }
 }
 
 RopeConfig read_hf_rope(const Json& config, const Json* rope, double theta, int64_t rotary_dim) {

@@ -50,6 +50,8 @@ ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, cons
 void set_expert_layers(DecoderConfig& decoder, int64_t first = 0);
 // Every decoder_sparse_step-th layer has experts, but for those in mlp_only_layers.
 void read_hf_sparse_layers(const Json& config, DecoderConfig& decoder);
+// Which layers have experts by mlp_layer_types, if it is given.
+void read_hf_mlp_types(const Json& config, DecoderConfig& decoder);
 // What sigmoid routing needs: kModelFormat or kUnsupported otherwise.
 void check_sigmoid(const ExpertsConfig& experts);
 // By the keys of deepseek and glm: experts with sigmoid routing within groups, the shared one, and the dense layers before.

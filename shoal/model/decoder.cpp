@@ -234,7 +234,8 @@ class Decoder final : public Model {
     block.cache_idx = info_.kv_layers.size();
     if (c.latent.kv_rank > 0) {
       block.latent = std::make_unique<LatentAttention>(loader, c.latent, names.latent, layer_idx, c.hidden);
-      info_.kv_layers.push_back({1, c.latent.cached_dim(), 0});
+      const std::vector<KvLayerShape> layers = block.latent->kv_layers();
+      info_.kv_layers.insert(info_.kv_layers.end(), layers.begin(), layers.end());
     } else {
       const int64_t q_rows = c.attention_gate ? 2 * q_width() : q_width();
       block.qkv = loader.linear({{name(names.q), q_rows}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
@@ -404,12 +405,12 @@ class Decoder final : public Model {
                             block.cache_idx, context);
       return;
     }
-    const KvLayer cached = memory.kv.layer(block.cache_idx);
     if (block.latent) {
-      block.latent->forward(buffers.h, columns(buffers.mixed, 0, attention_width()), batch, cached, ropes_.front(),
-                            context);
+      block.latent->forward(buffers.h, columns(buffers.mixed, 0, attention_width()), batch, memory.kv, block.cache_idx,
+                            ropes_.front(), context);
       return;
     }
+    const KvLayer cached = memory.kv.layer(block.cache_idx);
     block.qkv(buffers.h, buffers.qkv, context);
     if (config_.qk_norm == QkNorm::kWhole) {
       norm_in_place(columns(buffers.qkv, 0, q_width()), block.q_norm, context);
@@ -571,7 +572,11 @@ DecoderNames hf_decoder_names(const std::string& prefix) {
                      .q_b = layer + "self_attn.q_b_proj",
                      .kv_a = layer + "self_attn.kv_a_proj_with_mqa",
                      .kv_a_norm = layer + "self_attn.kv_a_layernorm",
-                     .kv_b = layer + "self_attn.kv_b_proj"},
+                     .kv_b = layer + "self_attn.kv_b_proj",
+                     .indexer = {.q = layer + "self_attn.indexer.wq_b",
+                                 .k = layer + "self_attn.indexer.wk",
+                                 .k_norm = layer + "self_attn.indexer.k_norm",
+                                 .weights = layer + "self_attn.indexer.weights_proj"}},
           .experts = {.router = layer + "mlp.gate",
                       .selection_bias = layer + "mlp.gate.e_score_correction_bias",
                       .shared_gate_proj = layer + "mlp.shared_experts.gate_proj",

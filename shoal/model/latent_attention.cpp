@@ -8,6 +8,7 @@
 #include "shoal/model/views.h"
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
+#include "shoal/ops/sparse_paged_attention/sparse_paged_attention.h"
 
 namespace shoal {
 namespace {
@@ -47,9 +48,11 @@ LoadedMatrix matrix_of(std::vector<float> values, int64_t n, int64_t k) {
   return {{.format = Format::kF32, .n = n, .k = k, .codes = codes}, nullptr, bytes};
 }
 
-PagedAttentionArgs attention_args(const LatentAttentionConfig& config, const Batch& batch, const KvLayer& layer,
-                                  const RopeTables& rope) {
-  PagedAttentionArgs args;
+// Of paged_attention or sparse_paged_attention.
+template <class Args>
+Args attention_args(const LatentAttentionConfig& config, const Batch& batch, const KvLayer& layer,
+                    const RopeTables& rope) {
+  Args args;
   args.key_cache = layer.key;
   args.cumulative_sequence_length = batch.cu_q_lens;
   args.past_seqlens = batch.past_lens;
@@ -87,6 +90,18 @@ LatentAttention::LatentAttention(Loader& loader, const LatentAttentionConfig& co
   }
   kv_norm_ = loader.vector(name(names.kv_a_norm) + ".weight", {config.kv_rank});
   load_heads(loader, name(names.kv_b));
+  if (config.indexer.top_k > 0) {
+    indexer_ =
+        std::make_unique<LightningIndexer>(loader, config.indexer, names.indexer, layer_idx, hidden, config.q_rank);
+  }
+}
+
+std::vector<KvLayerShape> LatentAttention::kv_layers() const {
+  std::vector<KvLayerShape> layers{{1, config_.cached_dim(), 0}};
+  if (indexer_) {
+    layers.push_back({1, config_.indexer.head_dim, 0});
+  }
+  return layers;
 }
 
 // Row by row of each head: nope_dim of W_k, then v_dim of W_v. W_k is wanted transposed.
@@ -128,14 +143,27 @@ size_t LatentAttention::workspace_bytes(const StepLimits& limits, const RopeTabl
                       .value = {},
                       .k_scale = floats({config_.cached_dim()}),
                       .v_scale = {}};
-  PagedAttentionArgs args = attention_args(config_, batch, layer, rope);
-  args.query = floats({num_tokens, config_.num_heads * config_.cached_dim()});
-  args.key = floats({num_tokens, config_.cached_dim()});
-  args.output = floats({num_tokens, config_.num_heads * config_.kv_rank});
-  const size_t scratch = std::max(
-      {matmul_workspace_bytes(input_.weight, num_tokens), matmul_workspace_bytes(q_.weight, num_tokens),
-       matmul_workspace_bytes(to_latent_.front(), num_rows), matmul_workspace_bytes(from_latent_.front(), num_rows),
-       paged_attention_workspace_bytes(args, limits.num_threads)});
+  const auto with_rows = [&](auto args) {
+    args.query = floats({num_tokens, config_.num_heads * config_.cached_dim()});
+    args.key = floats({num_tokens, config_.cached_dim()});
+    args.output = floats({num_tokens, config_.num_heads * config_.kv_rank});
+    return args;
+  };
+  size_t attention = 0;
+  if (indexer_) {
+    auto args = with_rows(attention_args<SparsePagedAttentionArgs>(config_, batch, layer, rope));
+    args.selected_indices = ints({num_tokens, 1});
+    args.selected_counts = ints({num_tokens});
+    attention =
+        indexer_->workspace_bytes(limits, rope) + sparse_paged_attention_workspace_bytes(args, limits.num_threads);
+  } else {
+    attention = paged_attention_workspace_bytes(
+        with_rows(attention_args<PagedAttentionArgs>(config_, batch, layer, rope)), limits.num_threads);
+  }
+  const size_t scratch =
+      std::max({matmul_workspace_bytes(input_.weight, num_tokens), matmul_workspace_bytes(q_.weight, num_tokens),
+                matmul_workspace_bytes(to_latent_.front(), num_rows),
+                matmul_workspace_bytes(from_latent_.front(), num_rows), attention});
   size_t total = scratch + Workspace::bytes_for<int32_t>(static_cast<size_t>(config_.num_heads + 1));
   const int64_t widths[] = {input_width(),
                             query_width(),
@@ -175,8 +203,8 @@ void LatentAttention::per_head(const TensorView& from, const TensorView& to, con
   grouped_matmul({.out = to, .a = from, .row_begin = row_begin}, weights, context);
 }
 
-void LatentAttention::forward(const TensorView& h, const TensorView& out, const Batch& batch, const KvLayer& layer,
-                              const RopeTables& rope, const OpContext& context) const {
+void LatentAttention::forward(const TensorView& h, const TensorView& out, const Batch& batch, const KvCache& cache,
+                              size_t first_layer, const RopeTables& rope, const OpContext& context) const {
   const LatentAttentionConfig& c = config_;
   Workspace& workspace = *context.workspace;
   const Workspace::Scope scope(workspace);
@@ -201,11 +229,24 @@ void LatentAttention::forward(const TensorView& h, const TensorView& out, const 
     copy(by_token(queries, c.nope_dim, q_dim), by_token(on_latent, c.kv_rank, c.cached_dim()), c.rope_dim);
   }
   const TensorView attended = take({num_tokens, c.num_heads * c.kv_rank}, workspace);
-  PagedAttentionArgs args = attention_args(c, batch, layer, rope);
-  args.output = attended;
-  args.query = on_latent;
-  args.key = columns(input, c.q_rank, c.cached_dim());
-  paged_attention(args, context);
+  const auto with_rows = [&](auto args) {
+    args.output = attended;
+    args.query = on_latent;
+    args.key = columns(input, c.q_rank, c.cached_dim());
+    return args;
+  };
+  const KvLayer layer = cache.layer(first_layer);
+  if (indexer_) {
+    const Workspace::Scope selected(workspace);
+    const Selection selection =
+        indexer_->forward(h, columns(input, 0, c.q_rank), batch, cache.layer(first_layer + 1), rope, context);
+    auto args = with_rows(attention_args<SparsePagedAttentionArgs>(c, batch, layer, rope));
+    args.selected_indices = selection.indices;
+    args.selected_counts = selection.counts;
+    sparse_paged_attention(args, context);
+  } else {
+    paged_attention(with_rows(attention_args<PagedAttentionArgs>(c, batch, layer, rope)), context);
+  }
   const TensorView rows = take({c.num_heads * num_tokens, c.kv_rank}, workspace);
   const TensorView values = take({c.num_heads * num_tokens, c.v_dim}, workspace);
   copy(by_token(attended, 0, c.kv_rank), by_head(rows, num_tokens), c.kv_rank);

@@ -3,12 +3,15 @@
 //   q[h] = [q_nope[h], rotate(q_rope[h])];  c = norm(W_kv_a x), k_rope = rotate(...)      cached: [c, k_rope]
 //   k[h] = [W_k[h] c, k_rope];  v[h] = W_v[h] c
 //
-// Computed on the cached rows themselves: q_nope[h]^T W_k[h] takes the query to them, W_v[h] the result from them.
+// Computed on the cached rows themselves: q_nope[h]^T W_k[h] takes the query to them, W_v[h] the result from them. With an
+// indexer each token reads the rows that it chose, else all.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "shoal/model/lightning_indexer.h"
 #include "shoal/model/loader.h"
 #include "shoal/ops/rope/rope.h"
 #include "shoal/state/kv_cache.h"
@@ -25,6 +28,7 @@ struct LatentAttentionConfig {
   bool rope_interleaved = true;
   float scale = 0.0f;
   float norm_eps = 1e-6f;
+  LightningIndexerConfig indexer{};  // needs a q_rank
 
   int64_t cached_dim() const { return kv_rank + rope_dim; }
   int64_t output_width() const { return num_heads * v_dim; }
@@ -35,6 +39,7 @@ struct LatentAttentionNames {
   std::string q{};  // without a rank
   std::string q_a{}, q_a_norm{}, q_b{};
   std::string kv_a{}, kv_a_norm{}, kv_b{};
+  LightningIndexerNames indexer{};
 };
 
 class LatentAttention {
@@ -44,8 +49,12 @@ class LatentAttention {
 
   size_t workspace_bytes(const StepLimits& limits, const RopeTables& rope) const;
 
-  // Appends the tokens' rows to `layer`; out [num_tokens, output_width], h [num_tokens, hidden], both f32.
-  void forward(const TensorView& h, const TensorView& out, const Batch& batch, const KvLayer& layer,
+  // The layers of the cache that it uses: the rows, then the indexer's keys.
+  std::vector<KvLayerShape> kv_layers() const;
+
+  // Appends the tokens' rows to the cache's layers from `first_layer` on; out [num_tokens, output_width], h [num_tokens,
+  // hidden], both f32.
+  void forward(const TensorView& h, const TensorView& out, const Batch& batch, const KvCache& cache, size_t first_layer,
                const RopeTables& rope, const OpContext& context) const;
 
  private:
@@ -63,6 +72,7 @@ class LatentAttention {
   std::vector<MatmulWeight> to_latent_;    // of each head: [kv_rank, nope_dim]
   std::vector<MatmulWeight> from_latent_;  // [v_dim, kv_rank]
   std::vector<std::shared_ptr<const void>> owners_;
+  std::unique_ptr<LightningIndexer> indexer_;
 };
 
 }  // namespace shoal

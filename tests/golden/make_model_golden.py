@@ -125,6 +125,29 @@ def families():
             rope_parameters=partial_rope,
         ),
     )
+    yield (
+        "deepseek_v32",
+        transformers.DeepseekV32Config(
+            **{**three, "num_key_value_heads": 4},
+            q_lora_rank=24,
+            kv_lora_rank=32,
+            qk_nope_head_dim=24,
+            qk_rope_head_dim=16,
+            v_head_dim=20,
+            first_k_dense_replace=1,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            index_topk=12,
+            index_head_dim=32,
+            index_n_heads=8,
+            rope_parameters={**yarn, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    )
     for name, q_rank, rope in (
         ("deepseek_v3", 24, {**yarn, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
         ("deepseek_v3_plain", None, {"rope_type": "default", "rope_theta": 10000.0}),

@@ -133,6 +133,29 @@ def test_fused_experts_equal_those_apart(tmp_path):
     check_logits(shoal.LLM(str(folder), exact=True), golden("qwen3_5_moe"))
 
 
+def test_what_an_indexer_leaves_out_is_not_read(tmp_path):
+    """The golden logits are those of a choice: attention to all positions gives others, but for the first of them."""
+    config = json.loads((GOLDEN / "deepseek_v32" / "config.json").read_text())
+    folder = tiny_models.write_folder(tmp_path / "all", config | {"index_topk": 256}, {})
+    (folder / "model.safetensors").write_bytes((GOLDEN / "deepseek_v32" / "model.safetensors").read_bytes())
+    expected = golden("deepseek_v32")
+    logits = shoal.LLM(str(folder), exact=True).logits([expected["tokens"].tolist()])[0]
+    largest = np.abs(expected["logits"]).max()
+    difference = np.abs(logits - expected["logits"]).max(axis=1) / largest
+    assert difference[: config["index_topk"]].max() <= 2e-3
+    assert difference[config["index_topk"] :].max() > 0.1
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+def test_an_indexer_keeps_its_keys_in_every_type_of_cache(kv_dtype):
+    folder = str(GOLDEN / "deepseek_v32")
+    tokens = golden("deepseek_v32")["tokens"].tolist()
+    whole, chunked = shoal.LLM(folder, kv_dtype=kv_dtype), shoal.LLM(folder, kv_dtype=kv_dtype, max_batch_tokens=5)
+    expected = whole.generate([tokens], GREEDY)[0].token_ids
+    assert chunked.generate([tokens], GREEDY)[0].token_ids == expected
+    assert whole.generate([tokens], GREEDY)[0].token_ids == expected  # a prefix hit
+
+
 def test_int8_activations_stay_close(family):
     """Default mode on f32 weights changes nothing but the KV cache's type."""
     llm = shoal.LLM(str(GOLDEN / family))
@@ -305,6 +328,11 @@ def test_a_long_context_takes_the_memory_that_inspect_told(name, tmp_path):
         ("qwen3_next", {"layer_types": ["conv"] * 4}, 'layer type "conv" is not supported'),
         ("qwen3_next", {"linear_num_key_heads": 3}, "4 value heads are not a multiple of 3 key heads"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "expected a part of 1"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, 'layer type "full_attention" is not supported'),
+        ("deepseek_v32", {"mlp_layer_types": ["dense", "mixed", "sparse"]}, 'MLP type "mixed" is not supported'),
+        ("deepseek_v32", {"q_lora_rank": None}, 'deepseek_v32 without "q_lora_rank" is not supported'),
+        ("deepseek_v32", {"index_head_dim": 20}, "index_head_dim 20 is not a multiple of 8"),
+        ("deepseek_v32", {"index_topk": 0}, "index_topk"),
         ("deepseek_v3", {"kv_lora_rank": 48}, "kv_a_proj_with_mqa.weight"),
     ],
 )
