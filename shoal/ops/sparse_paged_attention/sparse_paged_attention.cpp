@@ -60,19 +60,19 @@ void transform(const paged::Problem& p, const float* norm_weight, int64_t pos, f
   }
 }
 
-// The valid candidates of one token.
+// The valid candidates of one token and KV head.
 class Candidates final : public sparse::CandidateList {
  public:
   Candidates(const Problem& problem, const Shared& shared, const sparse::Heads& heads, int64_t seq_idx,
-             int64_t token_idx)
+             int64_t token_idx, int64_t kv_head)
       : problem_(problem),
         p_(problem.paged),
         seq_(paged::sequence(p_, seq_idx)),
         seq_idx_(seq_idx),
-        token_idx_(token_idx) {
+        selection_row_(problem.by_head ? token_idx * problem.paged.num_kv_heads + kv_head : token_idx) {
     pos_ = seq_.past + token_idx - seq_.begin;
     last_ = p_.is_causal ? pos_ : seq_.kv_len() - 1;
-    num_selected_ = std::clamp<int64_t>(paged::read_index(problem.counts, token_idx), 0, problem.max_selected);
+    num_selected_ = std::clamp<int64_t>(paged::read_index(problem.counts, selection_row_), 0, problem.max_selected);
     if (problem.local) {
       local_begin_ = p_.window > 0 ? std::max<int64_t>(0, pos_ - p_.window + 1) : 0;
       next_local_ = local_begin_;
@@ -104,7 +104,7 @@ class Candidates final : public sparse::CandidateList {
       count += find(next_local_++, out[count]) ? 1 : 0;
     }
     while (count < paged::kTile && next_selected_ < num_selected_) {
-      const int64_t entry = paged::read_index(problem_.selected, token_idx_, next_selected_++);
+      const int64_t entry = paged::read_index(problem_.selected, selection_row_, next_selected_++);
       if (problem_.auxiliary) {
         if (entry >= 0 && entry < num_rows_) {
           out[count++] = {&auxiliary_, entry};
@@ -167,7 +167,7 @@ class Candidates final : public sparse::CandidateList {
   const paged::Problem& p_;
   paged::Sequence seq_;
   int64_t seq_idx_;
-  int64_t token_idx_;
+  int64_t selection_row_;
   int64_t pos_ = 0;
   int64_t last_ = 0;  // the last position that the token may see
   int64_t local_begin_ = 0;
@@ -272,7 +272,7 @@ void run(const Problem& problem, const OpContext& context) {
         continue;
       }
       prepare_queries(p, shared, heads, token_idx, kv_head, scratch);
-      Candidates candidates(problem, shared, heads, shared.owner[token_idx], token_idx);
+      Candidates candidates(problem, shared, heads, shared.owner[token_idx], token_idx, kv_head);
       attend(heads, kv_head, candidates, scratch, output);
     }
   });

@@ -68,8 +68,8 @@ struct SparsePagedAttentionArgs {
   TensorView past_seqlens{};                // [B] i32, tokens already in the cache
   TensorView block_table{};                 // [B, C] i32, page of positions [i S, (i + 1) S); -1: unmapped
   TensorView slot_mapping{};                // [num_tokens] i32, flat slot to write; negative: do not write; optional
-  TensorView selected_indices{};            // [num_tokens, M] i32
-  TensorView selected_counts{};             // [num_tokens] i32
+  TensorView selected_indices{};            // [num_tokens, M] i32, or [num_tokens, G, M]: of each KV head
+  TensorView selected_counts{};             // [num_tokens] i32, or [num_tokens, G]
   TensorView auxiliary_key{};               // [B, A, 1 or G, H] T, with selected_kv_source auxiliary only
   TensorView auxiliary_value{};             // as auxiliary_key; absent with auxiliary_kv_shared
   TensorView auxiliary_lengths{};           // [B] i32, with selected_kv_source auxiliary only

@@ -37,6 +37,7 @@ struct Case {
   std::vector<int32_t> lens = {3};
   std::vector<int32_t> slots = {};                  // empty: no slot_mapping
   std::vector<std::vector<int32_t>> selected = {};  // per token, the first counts[t]; then garbage up to the widest
+  bool by_head = false;                             // `selected` is per token and KV head
   bool local = false;
   bool auxiliary = false;
   bool shared = false;
@@ -128,8 +129,13 @@ class Step {
     if (!c.slots.empty()) {
       a.slot_mapping = ints(c.slots, {num_tokens});
     }
-    a.selected_indices = ints(indices, {num_tokens, max_selected});
-    a.selected_counts = ints(counts, {num_tokens});
+    if (c.by_head) {
+      a.selected_indices = ints(indices, {num_tokens, c.num_kv_heads, max_selected});
+      a.selected_counts = ints(counts, {num_tokens, c.num_kv_heads});
+    } else {
+      a.selected_indices = ints(indices, {num_tokens, max_selected});
+      a.selected_counts = ints(counts, {num_tokens});
+    }
     if (c.auxiliary) {
       a.auxiliary_key = auxiliary_key;
       a.auxiliary_value = c.shared ? TensorView() : auxiliary_value;
@@ -327,7 +333,8 @@ class Step {
     for (const auto& row : c.selected) {
       max_selected = std::max(max_selected, static_cast<int64_t>(row.size()));
     }
-    for (int64_t t = 0; t < num_tokens; ++t) {
+    const int64_t num_rows = num_tokens * (c.by_head ? c.num_kv_heads : 1);
+    for (int64_t t = 0; t < num_rows; ++t) {
       const auto& row = c.selected.empty() ? indices : c.selected[static_cast<size_t>(t) % c.selected.size()];
       counts.push_back(c.selected.empty() ? 0 : static_cast<int32_t>(row.size()));
       if (!c.selected.empty()) {
@@ -418,10 +425,11 @@ class Step {
       main(p);
     }
     std::vector<Values> kept;
-    const int64_t count = std::clamp<int64_t>(counts[static_cast<size_t>(t)], 0, max_selected);
+    const int64_t choice = c.by_head ? t * c.num_kv_heads + g : t;
+    const int64_t count = std::clamp<int64_t>(counts[static_cast<size_t>(choice)], 0, max_selected);
     kept.reserve(static_cast<size_t>(2 * count));
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t p = indices[static_cast<size_t>(t * max_selected + i)];
+      const int64_t p = indices[static_cast<size_t>(choice * max_selected + i)];
       if (!c.auxiliary) {
         if (!c.local || p < begin || p > end) {
           main(p);

@@ -83,10 +83,23 @@ void resolve_selection(const SparsePagedAttentionArgs& args, Problem& p) {
   const Matcher match(kOp);
   Dim tokens("num_tokens", p.paged.num_tokens);
   Dim selected("max_selected_entries");
-  match.tensor("selected_indices", args.selected_indices).type(DType::kI32).shape({tokens, selected});
-  match.tensor("selected_counts", args.selected_counts).type(DType::kI32).shape({tokens});
-  p.selected = matrix_of(args.selected_indices);
-  p.counts = matrix_of(args.selected_counts);
+  p.by_head = args.selected_indices.rank == 3;
+  if (p.by_head) {
+    Dim heads("kv_num_heads", p.paged.num_kv_heads);
+    match.tensor("selected_indices", args.selected_indices)
+        .type(DType::kI32)
+        .shape({tokens, heads, selected})
+        .contiguous();
+    match.tensor("selected_counts", args.selected_counts).type(DType::kI32).shape({tokens, heads}).contiguous();
+    const int64_t rows = tokens * heads;
+    p.selected = matrix_of(TensorView(args.selected_indices.data, DType::kI32, {rows, selected}));
+    p.counts = matrix_of(TensorView(args.selected_counts.data, DType::kI32, {rows}));
+  } else {
+    match.tensor("selected_indices", args.selected_indices).type(DType::kI32).shape({tokens, selected});
+    match.tensor("selected_counts", args.selected_counts).type(DType::kI32).shape({tokens});
+    p.selected = matrix_of(args.selected_indices);
+    p.counts = matrix_of(args.selected_counts);
+  }
   p.max_selected = selected;
 }
 

@@ -20,6 +20,7 @@ struct Problem {
   paged::Matrix counts{};
   paged::Matrix lengths{};
   int64_t max_selected = 0;
+  bool by_head = false;              // rows of `selected` and `counts` are tokens' KV heads, not tokens
   int64_t capacity = 0;              // of the auxiliary cache
   sparse::Source auxiliary_rows{};   // of sequence 0
   int64_t auxiliary_key_stride = 0;  // bytes from one sequence to the next

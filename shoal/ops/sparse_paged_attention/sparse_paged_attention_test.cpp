@@ -132,11 +132,11 @@ std::vector<Case> feature_cases() {
   add(slots, "slots_int8");
   Case latent = base;
   latent.num_kv_heads = 1;
-  latent.head_dim = 24;
+  latent.head_dim = 32;
   latent.v_head_dim = 9;
   latent.scale = 0.3f;
   latent.rotary = 2;
-  latent.rotary_dim = 8;
+  latent.rotary_dim = 16;
   latent.rotary_offset = 16;
   for (const DType cache : {DType::kF32, DType::kF16, DType::kBF16, DType::kI8}) {
     latent.type = DType::kF32;
@@ -150,6 +150,12 @@ std::vector<Case> feature_cases() {
   narrow.cache = DType::kBF16;
   narrow.local = true;
   add(narrow, "bf16_under_f32");
+  Case by_head = base;
+  by_head.by_head = true;
+  add(by_head, "by_head");
+  by_head.local = true;
+  by_head.window = 2;
+  add(by_head, "by_head_local");
   Case nothing = base;
   nothing.selected = {};
   nothing.sink = true;
