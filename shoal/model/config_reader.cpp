@@ -111,6 +111,9 @@ Gate read_gate(const Json& config) {
   if (name == "gelu") {
     return Gate::kGelu;
   }
+  if (name == "swigluoai") {
+    return Gate::kClamped;
+  }
   if (name == "relu") {
     return Gate::kRelu;
   }
@@ -245,6 +248,8 @@ ExpertsConfig read_hf_experts(const Json& config, const HfExpertKeys& keys, cons
   experts.top_k = hf_int(config, "num_experts_per_tok", 1, 65536);
   experts.expert_hidden = hf_int(config, keys.expert_hidden, 1, kMaxWidth);
   experts.gate = decoder.gate;
+  experts.gate_alpha = decoder.gate_alpha;
+  experts.gate_limit = decoder.gate_limit;
   check_experts(experts);
   return experts;
 }

@@ -17,6 +17,7 @@
 #include "shoal/ops/norm/norm.h"
 #include "shoal/ops/paged_attention/paged_attention.h"
 #include "shoal/ops/rows/rows.h"
+#include "shoal/ops/sparse_paged_attention/sparse_paged_attention.h"
 
 namespace shoal {
 namespace {
@@ -26,6 +27,7 @@ struct Block {
   Tensor ffn_norm, post_ffn_norm;
   Tensor sinks;  // [num_heads], or absent
   Linear qkv, o;
+  std::unique_ptr<BlockIndexer> indexer;
   std::unique_ptr<LatentAttention> latent;  // in place of qkv
   std::unique_ptr<StateMixer> states;       // in place of attention
   size_t cache_idx = 0;                     // which of the KV layers, or of the states
@@ -115,6 +117,9 @@ class Decoder final : public Model {
       refuse("gated attention");
     }
     for (const DecoderLayerConfig& layer : config_.layers) {
+      if (layer.has_indexer) {
+        refuse("attention to chosen blocks");
+      }
       if (layer.mixer != Mixer::kAttention) {
         refuse("a convolution or recurrence");
       }
@@ -241,6 +246,10 @@ class Decoder final : public Model {
       block.qkv = loader.linear({{name(names.q), q_rows}, {name(names.k), kv_width()}, {name(names.v), kv_width()}},
                                 c.hidden, c.qkv_bias ? Loader::Bias::kRequired : Loader::Bias::kOptional);
       info_.kv_layers.push_back({c.num_kv_heads, c.head_dim, c.head_dim});
+      if (c.layers[static_cast<size_t>(layer_idx)].has_indexer) {
+        block.indexer = std::make_unique<BlockIndexer>(loader, c.indexer, names.indexer, layer_idx, c.hidden);
+        info_.kv_layers.push_back(block.indexer->kv_layer());
+      }
     }
     block.o = loader.linear({{name(names.o), c.hidden}}, attention_width());
   }
@@ -325,8 +334,17 @@ class Decoder final : public Model {
       if (blocks_[i].states) {
         continue;
       }
-      num_bytes = std::max(
-          num_bytes, paged_attention_workspace_bytes(attention_args(i, batch, layer, buffers), limits.num_threads));
+      if (blocks_[i].indexer) {
+        auto args = attention_args<SparsePagedAttentionArgs>(i, batch, layer, buffers);
+        args.selected_indices = ints({num_tokens, 1});
+        args.selected_counts = ints({num_tokens});
+        num_bytes = std::max(num_bytes, blocks_[i].indexer->workspace_bytes(limits, rope_of(i)) +
+                                            sparse_paged_attention_workspace_bytes(args, limits.num_threads));
+        continue;
+      }
+      num_bytes =
+          std::max(num_bytes, paged_attention_workspace_bytes(
+                                  attention_args<PagedAttentionArgs>(i, batch, layer, buffers), limits.num_threads));
     }
     return num_bytes;
   }
@@ -346,11 +364,14 @@ class Decoder final : public Model {
     return buffers;
   }
 
-  PagedAttentionArgs attention_args(size_t layer_idx, const Batch& batch, const KvLayer& layer,
-                                    const StepBuffers& buffers) const {
+  const RopeTables& rope_of(size_t layer_idx) const { return ropes_[config_.layers[layer_idx].rope_idx]; }
+
+  // Of paged_attention or sparse_paged_attention.
+  template <class Args>
+  Args attention_args(size_t layer_idx, const Batch& batch, const KvLayer& layer, const StepBuffers& buffers) const {
     const Block& block = blocks_[layer_idx];
     const DecoderLayerConfig& layer_config = config_.layers[layer_idx];
-    PagedAttentionArgs args;
+    Args args;
     args.output = columns(buffers.mixed, 0, q_width());
     args.query = buffers.qkv;
     if (config_.attention_gate) {
@@ -421,10 +442,19 @@ class Decoder final : public Model {
     if (config_.attention_gate) {
       gates = take_gates(buffers.qkv, context);
     }
-    const PagedAttentionArgs args = attention_args(layer_idx, batch, cached, buffers);
-    paged_attention(args, context);
+    if (block.indexer) {
+      auto args = attention_args<SparsePagedAttentionArgs>(layer_idx, batch, cached, buffers);
+      const Selection selection =
+          block.indexer->forward(buffers.h, batch, memory.kv.layer(block.cache_idx + 1), rope_of(layer_idx), context);
+      args.selected_indices = selection.indices;
+      args.selected_counts = selection.counts;
+      sparse_paged_attention(args, context);
+    } else {
+      paged_attention(attention_args<PagedAttentionArgs>(layer_idx, batch, cached, buffers), context);
+    }
     if (config_.attention_gate) {
-      gated_activation({.out = args.output, .gate = gates, .value = args.output, .kind = Gate::kSigmoid}, context);
+      const TensorView output = columns(buffers.mixed, 0, q_width());
+      gated_activation({.out = output, .gate = gates, .value = output, .kind = Gate::kSigmoid}, context);
     }
   }
 
@@ -465,7 +495,9 @@ class Decoder final : public Model {
     gated_activation({.out = buffers.activated,
                       .gate = columns(buffers.gate_up, 0, dense_hidden_),
                       .value = columns(buffers.gate_up, dense_hidden_, dense_hidden_),
-                      .kind = config_.gate},
+                      .kind = config_.gate,
+                      .alpha = config_.gate_alpha,
+                      .limit = config_.gate_limit},
                      context);
     block.down(buffers.activated, buffers.projected, context);
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "shoal/io/weights.h"
+#include "shoal/model/block_indexer.h"
 #include "shoal/model/delta_net.h"
 #include "shoal/model/experts.h"
 #include "shoal/model/latent_attention.h"
@@ -31,6 +32,7 @@ struct DecoderLayerConfig {
   size_t rope_idx = 0;  // which of DecoderConfig::ropes
   Mixer mixer = Mixer::kAttention;
   bool has_experts = false;
+  bool has_indexer = false;  // attention reads what DecoderConfig::indexer chooses
 };
 
 // Norms of q and k before they are rotated: none, of each head, or of all heads of a token together.
@@ -59,13 +61,16 @@ struct DecoderConfig {
   bool post_norms = false;  // norms after attention and after the feed-forward
   bool rope_interleaved = false;
   Gate gate = Gate::kSilu;
+  float gate_alpha = 1.702f;  // Gate::kClamped: as gpt-oss
+  float gate_limit = 7.0f;
   std::vector<RopeConfig> ropes;  // by DecoderLayerConfig::rope_idx
   std::vector<DecoderLayerConfig> layers;
   bool attention_gate = false;  // q's rows are [q, gate] of each head; attention times the gate's sigmoid
   int64_t conv_taps = 0;        // of Mixer::kShortConv
   DeltaNetConfig delta_net;
   LatentAttentionConfig latent;  // in the place of heads with keys and values of their own
-  ExpertsConfig experts;         // of the layers that have them
+  BlockIndexerConfig indexer;
+  ExpertsConfig experts;  // of the layers that have them
   io::CheckpointScheme scheme;
 };
 
@@ -76,6 +81,7 @@ struct DecoderNames {
   std::string ffn_norm, gate, up, down, post_ffn_norm;
   std::string sinks{};  // a whole name; empty: the family has none
   LatentAttentionNames latent{};
+  BlockIndexerNames indexer{};
   ShortConvNames conv{};
   DeltaNetNames delta_net{};
   std::string mixer_out{};  // of layers without attention

@@ -39,6 +39,15 @@ SparsePagedAttentionArgs append_args(const TensorView& keys, const Batch& batch,
 
 }  // namespace
 
+int64_t max_kv_len(const Batch& batch) {
+  int64_t result = 1;
+  for (int64_t s = 0; s < batch.past_lens.dim(0); ++s) {
+    const auto* begin = batch.cu_q_lens.as<const int32_t>() + s;
+    result = std::max<int64_t>(result, batch.past_lens.as<const int32_t>()[s] + begin[1] - begin[0]);
+  }
+  return result;
+}
+
 void append_index_keys(const TensorView& keys, const Batch& batch, const KvLayer& layer, const RopeTables& rope,
                        const OpContext& context) {
   const Workspace::Scope scope(*context.workspace);

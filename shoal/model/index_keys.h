@@ -7,6 +7,15 @@
 
 namespace shoal {
 
+// What the tokens of a step read: of each the first `counts` positions, ascending.
+struct Selection {
+  TensorView indices;  // [num_tokens, max_selected] i32, or [num_tokens, num_kv_heads, max_selected]
+  TensorView counts;   // [num_tokens] i32, or [num_tokens, num_kv_heads]
+};
+
+// Tokens of the longest sequence of a step, this step's included.
+int64_t max_kv_len(const Batch& batch);
+
 // Rotates the leading channels (halves against each other) of every token's key and writes it to its slot.
 // keys [num_tokens, head_dim] f32, head_dim a multiple of 8.
 void append_index_keys(const TensorView& keys, const Batch& batch, const KvLayer& layer, const RopeTables& rope,

@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "shoal/cpu/thread_pool.h"
-#include "shoal/model/index_keys.h"
 #include "shoal/model/views.h"
 #include "shoal/ops/sparse_row_select/sparse_row_select.h"
 
@@ -90,13 +89,7 @@ Selection LightningIndexer::forward(const TensorView& h, const TensorView& low, 
   const LightningIndexerConfig& c = config_;
   Workspace& workspace = *context.workspace;
   const int64_t num_tokens = h.dim(0);
-  const int64_t num_seqs = batch.past_lens.dim(0);
-  int64_t max_kv_len = 1;
-  for (int64_t s = 0; s < num_seqs; ++s) {
-    const auto* begin = batch.cu_q_lens.as<const int32_t>() + s;
-    max_kv_len = std::max<int64_t>(max_kv_len, batch.past_lens.as<const int32_t>()[s] + begin[1] - begin[0]);
-  }
-  const Selection selection{take({num_tokens, std::min(c.top_k, max_kv_len)}, workspace, DType::kI32),
+  const Selection selection{take({num_tokens, std::min(c.top_k, max_kv_len(batch))}, workspace, DType::kI32),
                             take({num_tokens}, workspace, DType::kI32)};
   const Workspace::Scope scope(workspace);
   const TensorView keys = take({num_tokens, c.head_dim}, workspace);
@@ -110,7 +103,7 @@ Selection LightningIndexer::forward(const TensorView& h, const TensorView& low, 
        context);
   const TensorView weights = take({num_tokens, c.num_heads}, workspace);
   weights_(h, weights, context);
-  for (int64_t s = 0; s < num_seqs; ++s) {
+  for (int64_t s = 0; s < batch.past_lens.dim(0); ++s) {
     select(s, queries, weights, batch, layer, selection, context);
   }
   return selection;

@@ -7,6 +7,7 @@
 // there are no more. The rotated channels lead, halves against each other.
 #pragma once
 
+#include "shoal/model/index_keys.h"
 #include "shoal/model/loader.h"
 #include "shoal/ops/rope/rope.h"
 
@@ -21,12 +22,6 @@ struct LightningIndexerConfig {
 // Stems of tensor names; "{}" stands for the layer's number.
 struct LightningIndexerNames {
   std::string q{}, k{}, k_norm{}, weights{};
-};
-
-// What the tokens of a step read.
-struct Selection {
-  TensorView indices;  // [num_tokens, max_selected] i32, ascending
-  TensorView counts;   // [num_tokens] i32
 };
 
 class LightningIndexer {

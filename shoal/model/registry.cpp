@@ -10,9 +10,9 @@
 namespace shoal {
 namespace {
 
-std::array<const Architecture*, 12> all_architectures() {
-  return {&kDeepseekV3, &kGemma3,  &kGlm4Moe, &kGptOss, &kLfm2,     &kLlama,
-          &kGranite,    &kMixtral, &kOlmoe,   &kQwen,   &kQwen3Moe, &kQwen3Next};
+std::array<const Architecture*, 13> all_architectures() {
+  return {&kDeepseekV3, &kGemma3,  &kGlm4Moe, &kGptOss, &kGranite,  &kLfm2,     &kLlama,
+          &kMinimaxM3,  &kMixtral, &kOlmoe,   &kQwen,   &kQwen3Moe, &kQwen3Next};
 }
 
 bool contains(std::span<const std::string_view> names, std::string_view name) {

@@ -25,7 +25,8 @@ extern const Architecture kGemma3;
 extern const Architecture kDeepseekV3;
 extern const Architecture kGlm4Moe;
 extern const Architecture kGptOss;
-extern const Architecture kLfm2;     // also lfm2_moe
+extern const Architecture kLfm2;  // also lfm2_moe
+extern const Architecture kMinimaxM3;
 extern const Architecture kMixtral;  // also MiniMax-M2
 extern const Architecture kGranite;
 extern const Architecture kOlmoe;

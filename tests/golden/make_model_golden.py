@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 
@@ -122,6 +123,28 @@ def families():
             n_group=4,
             topk_group=2,
             routed_scaling_factor=1.5,
+            rope_parameters=partial_rope,
+        ),
+    )
+    yield (
+        "minimax_m3",
+        transformers.MiniMaxM3VLTextConfig(
+            **three,
+            head_dim=32,
+            dense_intermediate_size=80,
+            shared_intermediate_size=48,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            routed_scaling_factor=2.0,
+            swiglu_limit=1.5,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            index_n_heads=2,
+            index_head_dim=24,
+            index_block_size=4,
+            index_topk_blocks=3,
+            index_local_blocks=1,
+            rotary_dim=16,
             rope_parameters=partial_rope,
         ),
     )
@@ -241,6 +264,10 @@ def families():
     )
 
 
+# Their norm weights are stored less one.
+ZERO_NORMS = ("gemma3_text", "minimax_m3_vl_text")
+
+
 def randomise(model):
     """Random weights large enough that every part of the model changes the logits."""
     generator = torch.Generator().manual_seed(20260101)
@@ -252,7 +279,7 @@ def randomise(model):
     for name, parameter in [*model.named_parameters(), *selection]:
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            values = 0.3 * values + (0.0 if "gemma" in model.config.model_type else 1.0)
+            values = 0.3 * values + (0.0 if model.config.model_type in ZERO_NORMS else 1.0)
         elif parameter.dim() == 1 or name.endswith("_bias"):
             values = 0.2 * values
         elif "embed" in name:
@@ -262,6 +289,28 @@ def randomise(model):
             inputs = parameter.shape[1 if model.config.model_type == "gpt_oss" else -1]
             values = values / inputs**0.5 * 1.2
         parameter.data = values.to(torch.bfloat16).to(torch.float32)
+
+
+def publish_minimax_m3(folder: Path) -> None:
+    """The text part under the names, and in the configuration, that the vision-language checkpoint has."""
+    tensors = {}
+    for name, value in safetensors.torch.load_file(folder / "model.safetensors").items():
+        name = "language_model." + name.replace(".self_attn.indexer.", ".self_attn.index_")
+        parts = [(name, value)]
+        if ".mlp.experts." in name:
+            stem = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 1)[0]
+            pieces = {"w1": value.chunk(2, 1)[0], "w3": value.chunk(2, 1)[1]} if "gate_up" in name else {"w2": value}
+            parts = [(f"{stem}.{e}.{k}.weight", v) for k, stack in pieces.items() for e, v in enumerate(stack)]
+        elif ".gate_up_proj." in name:
+            parts = zip([name.replace("gate_up", kind) for kind in ("gate", "up")], value.chunk(2), strict=True)
+        for part, v in parts:
+            for kind in ("gate.", "shared_experts."):
+                part = part.replace(f".mlp.{kind}", f".block_sparse_moe.{kind}")
+            part = part.replace("gate.e_score_correction_bias", "e_score_correction_bias")
+            tensors[part] = v.contiguous()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "minimax_m3_vl", "text_config": json.loads((folder / "config.json").read_text())}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def main():
@@ -286,6 +335,8 @@ def main():
         values = json.loads(config.to_json_string(use_diff=False))
         drop = ("_name_or_path", "transformers_version", "id2label", "label2id", "architectures", "dtype")
         (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k not in drop}, indent=1))
+        if name == "minimax_m3":
+            publish_minimax_m3(folder)
         np.savez_compressed(
             folder / "golden.npz",
             tokens=tokens[0].numpy().astype(np.int32),

@@ -44,6 +44,15 @@ def golden(family: str) -> dict[str, np.ndarray]:
     return dict(np.load(GOLDEN / family / "golden.npz"))
 
 
+def changed_folder(tmp_path: Path, name: str, change: dict) -> Path:
+    """A golden folder whose configuration, of the text part, has other values."""
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    config.get("text_config", config).update(change)
+    folder = tiny_models.write_folder(tmp_path / "model", config, {})
+    (folder / "model.safetensors").write_bytes((GOLDEN / name / "model.safetensors").read_bytes())
+    return folder
+
+
 def check_logits(llm: shoal.LLM, expected: dict[str, np.ndarray], tolerance: float = 2e-3) -> None:
     logits = llm.logits([expected["tokens"].tolist()])[0]
     assert logits.shape == expected["logits"].shape
@@ -133,23 +142,42 @@ def test_fused_experts_equal_those_apart(tmp_path):
     check_logits(shoal.LLM(str(folder), exact=True), golden("qwen3_5_moe"))
 
 
-def test_what_an_indexer_leaves_out_is_not_read(tmp_path):
+@pytest.mark.parametrize(("name", "change"), [("deepseek_v32", "index_topk"), ("minimax_m3", "index_topk_blocks")])
+def test_what_an_indexer_leaves_out_is_not_read(name, change, tmp_path):
     """The golden logits are those of a choice: attention to all positions gives others, but for the first of them."""
-    config = json.loads((GOLDEN / "deepseek_v32" / "config.json").read_text())
-    folder = tiny_models.write_folder(tmp_path / "all", config | {"index_topk": 256}, {})
-    (folder / "model.safetensors").write_bytes((GOLDEN / "deepseek_v32" / "model.safetensors").read_bytes())
-    expected = golden("deepseek_v32")
+    chosen = 12  # positions in either model
+    folder = changed_folder(tmp_path, name, {change: 256})
+    expected = golden(name)
     logits = shoal.LLM(str(folder), exact=True).logits([expected["tokens"].tolist()])[0]
     largest = np.abs(expected["logits"]).max()
     difference = np.abs(logits - expected["logits"]).max(axis=1) / largest
-    assert difference[: config["index_topk"]].max() <= 2e-3
-    assert difference[config["index_topk"] :].max() > 0.1
+    assert difference[:chosen].max() <= 2e-3
+    assert difference[chosen:].max() > 0.1
+
+
+def test_minimax_m3_by_the_keys_of_published_configs(tmp_path):
+    config = json.loads((GOLDEN / "minimax_m3" / "config.json").read_text())
+    text = config["text_config"]
+    text["sparse_attention_config"] = {
+        "sparse_attention_freq": [int(kind == "minimax_m3_sparse") for kind in text.pop("layer_types")],
+        "sparse_num_index_heads": text.pop("index_n_heads"),
+        "sparse_index_dim": text.pop("index_head_dim"),
+        "sparse_block_size": text.pop("index_block_size"),
+        "sparse_topk_blocks": text.pop("index_topk_blocks"),
+        "sparse_local_block": text.pop("index_local_blocks"),
+    }
+    text["moe_layer_freq"] = [int(kind == "sparse") for kind in text.pop("mlp_layer_types")]
+    text["hidden_act"] = "swigluoai"
+    folder = tiny_models.write_folder(tmp_path / "model", config, {})
+    (folder / "model.safetensors").write_bytes((GOLDEN / "minimax_m3" / "model.safetensors").read_bytes())
+    check_logits(shoal.LLM(str(folder), exact=True), golden("minimax_m3"))
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
-def test_an_indexer_keeps_its_keys_in_every_type_of_cache(kv_dtype):
-    folder = str(GOLDEN / "deepseek_v32")
-    tokens = golden("deepseek_v32")["tokens"].tolist()
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3"])
+def test_an_indexer_keeps_its_keys_in_every_type_of_cache(name, kv_dtype):
+    folder = str(GOLDEN / name)
+    tokens = golden(name)["tokens"].tolist()
     whole, chunked = shoal.LLM(folder, kv_dtype=kv_dtype), shoal.LLM(folder, kv_dtype=kv_dtype, max_batch_tokens=5)
     expected = whole.generate([tokens], GREEDY)[0].token_ids
     assert chunked.generate([tokens], GREEDY)[0].token_ids == expected
@@ -333,13 +361,16 @@ def test_a_long_context_takes_the_memory_that_inspect_told(name, tmp_path):
         ("deepseek_v32", {"q_lora_rank": None}, 'deepseek_v32 without "q_lora_rank" is not supported'),
         ("deepseek_v32", {"index_head_dim": 20}, "index_head_dim 20 is not a multiple of 8"),
         ("deepseek_v32", {"index_topk": 0}, "index_topk"),
+        ("minimax_m3", {"layer_types": ["sliding_attention"] * 3}, 'layer type "sliding_attention" is not supported'),
+        ("minimax_m3", {"index_n_heads": 1}, "1 index heads for 2 key-value heads are not supported"),
+        ("minimax_m3", {"index_head_dim": 20}, "index_head_dim 20 is not a multiple of 8"),
+        ("minimax_m3", {"index_local_blocks": 4}, "index_local_blocks"),
+        ("minimax_m3", {"moe_layer_freq": [0, 1]}, "moe_layer_freq has 2 entries for 3 layers"),
         ("deepseek_v3", {"kv_lora_rank": 48}, "kv_a_proj_with_mqa.weight"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_at_load(name, change, message, tmp_path):
-    config = json.loads((GOLDEN / name / "config.json").read_text())
-    folder = tiny_models.write_folder(tmp_path / "model", config | change, {})
-    (folder / "model.safetensors").write_bytes((GOLDEN / name / "model.safetensors").read_bytes())
+    folder = changed_folder(tmp_path, name, change)
     with pytest.raises(shoal.ShoalError) as error:
         shoal.LLM(str(folder))
     assert message in str(error.value)
