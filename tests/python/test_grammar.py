@@ -93,6 +93,8 @@ def test_ends(llm: LLM) -> None:
     [
         ({"json_schema": {"type": "nonsense"}}, "json_schema is not supported"),
         ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema is not supported"),
+        ({"json_schema": {"type": "integer", "multipleOf": 10_001}}, "multipleOf"),
+        ({"json_schema": {"allOf": [{"multipleOf": 101}, {"multipleOf": 0.5}, {"multipleOf": 0.03}]}}, "multipleOf"),
         ({"json_schema": {"x": object()}}, "json_schema is no JSON schema"),
         ({"json_schema": "x"}, "json_schema is str"),
         ({"grammar": "start: nonsense"}, "grammar is not supported"),
@@ -154,3 +156,13 @@ def test_calls_that_are_demanded(server: Running) -> None:
         (call,) = answer["message"]["tool_calls"]
         assert call["function"]["name"] in names and answer["finish_reason"] == "tool_calls"
         assert json.loads(call["function"]["arguments"])["at"] in ("Paris", "Rome")
+
+
+def test_schemas_that_would_take_minutes(server: Running) -> None:
+    slow = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 999_999}}}
+    form = {"type": "json_schema", "json_schema": {"name": "slow", "schema": slow}}
+    error = error_of(server.chat(response_format=form), 400)
+    assert error["param"] == "response_format" and "multipleOf" in error["message"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": slow}}]
+    error = error_of(server.chat(tools=tools, tool_choice="required"), 400)
+    assert error["param"] == "tool_choice" and "multipleOf" in error["message"]

@@ -11,8 +11,10 @@ cache mostly has.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from shoal.errors import InvalidArgument, ShoalError, printable
 from shoal.tokenizer import Tokenizer
 
 _NUM_KEPT = 32  # compiled grammars
+_MAX_MULTIPLE = 10_000  # llguidance keeps a state for each remainder: 100,000 take seconds, a million half a minute
 _SEED_STEP = 0xD1B54A32D192ED03  # draws after a rejection are of a stream of their own
 
 # Enough to indent; without a bound a small model can write blanks for ever.
@@ -59,6 +62,7 @@ class Grammars:
         last few are kept, as clients ask with the same ones again and again."""
         name = "grammar" if schema is None else "json_schema"
         if schema is not None:
+            check_schema(schema)
             try:
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
             except (TypeError, ValueError, RecursionError) as error:
@@ -80,6 +84,31 @@ class Grammars:
         if matcher.is_error():
             raise InvalidArgument(f"{name} is not supported: {printable(matcher.get_error(), 300)}")
         return matcher
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """InvalidArgument for a schema that would keep llguidance busy for minutes. All `multipleOf` of it are taken
+    together, since those that hold for one number act as their least common multiple."""
+    multiples: list[Decimal] = []
+    left: list[Any] = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            multiple = value.get("multipleOf")
+            if isinstance(multiple, (int, float)) and math.isfinite(multiple) and multiple > 0:
+                multiples.append(Decimal(str(multiple)))
+            left += value.values()
+        elif isinstance(value, (list, tuple)):
+            left += value
+    places = max((max(-int(m.as_tuple().exponent), 0) for m in multiples), default=0)
+    common = 1
+    for multiple in multiples:
+        common = math.lcm(common, int(multiple.scaleb(places)))
+        if common > _MAX_MULTIPLE:
+            raise InvalidArgument(
+                f"json_schema is not supported: its multipleOf have a common multiple above {_MAX_MULTIPLE} "
+                f"(in units of their last decimal place)"
+            )
 
 
 class BoundEngine:

@@ -35,8 +35,8 @@ async def begin_chat(
     except (InvalidArgument, Unsupported) as error:  # the template's objections
         raise ApiError(400, str(error), name, error.code) from None
     if bound is not None:
-        params = bind(params, bound, service.llm, service.options, tools, prompt)
         try:
+            params = bind(params, bound, service.llm, service.options, tools, prompt)
             await while_listened(request, service.in_thread(service.llm.matcher, params))  # here, as it can take long
         except InvalidArgument as error:
             raise bad(bound.name, str(error)) from None

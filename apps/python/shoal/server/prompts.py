@@ -109,7 +109,11 @@ def bind(
         raise unsupported(bound.name, f"{bound.name} cannot be kept while the model reasons before its answer")
     if bound.schema is not None:
         return replace(params, json_schema=bound.schema)
+    from shoal.grammar import check_schema
+
     chosen = [tool for tool in tools if tool["function"]["name"] in bound.calls]
+    for tool in chosen:
+        check_schema(tool["function"].get("parameters", {}))
     return replace(params, grammar=call_grammar(tool_parser(options, template_of(llm)), chosen, bound.single))
 
 
