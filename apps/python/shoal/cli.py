@@ -205,6 +205,15 @@ def serve_command(
     ready_window: Annotated[
         float, option("--ready-window", help="seconds for which a token shows that the engine works", min=0.1)
     ] = _SERVER.ready_window,
+    replicas: Annotated[
+        int, option("--replicas", help="processes with the model each, behind one port; they divide the threads", min=1)
+    ] = 1,
+    health_interval: Annotated[
+        float, option("--health-interval", help="seconds between questions to a replica whether it lives", min=0.1)
+    ] = _SERVER.health_interval,
+    health_timeout: Annotated[
+        float, option("--health-timeout", help="seconds that it has to answer, else it is started anew", min=0.1)
+    ] = _SERVER.health_timeout,
     max_seqs: Annotated[int, option("--max-seqs", help="sequences in one step", min=1, rich_help_panel="Engine")] = 64,
     device: Device = "auto",
     kv_dtype: KvDtype = "auto",
@@ -249,10 +258,12 @@ def serve_command(
         stall_timeout=stall_timeout,
         keep_alive=keep_alive,
         ready_window=ready_window,
+        health_interval=health_interval,
+        health_timeout=health_timeout,
         drain_timeout=drain_timeout,
     )
     engine = engine_options(device, kv_dtype, ctx, threads, exact, max_batch_tokens, page_size)
-    return serve(model, host, port, allow_no_key, options, engine | {"max_seqs": max_seqs})
+    return serve(model, host, port, allow_no_key, options, engine | {"max_seqs": max_seqs}, replicas)
 
 
 @app.command("bench")

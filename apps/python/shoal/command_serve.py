@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +36,15 @@ def read_keys(keys: Sequence[str], file: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def serve(model: str, host: str, port: int, allow_no_key: bool, options: ServerOptions, engine: dict[str, Any]) -> int:
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    allow_no_key: bool,
+    options: ServerOptions,
+    engine: dict[str, Any],
+    num_replicas: int,
+) -> int:
     try:
         listener = listen(host, port)
     except OSError as error:
@@ -47,12 +57,25 @@ def serve(model: str, host: str, port: int, allow_no_key: bool, options: ServerO
                 f"{host} can be reached from other machines: give --api-key or --api-key-file, or say --allow-no-key"
             )
         options = replace(options, any_host=bool(options.keys) or allow_no_key)
-        _raise_file_limit(options.max_connections + 64)
-        with console.load(model, **engine) as llm:
-            own_host, own_port = listener.getsockname()[:2]
-            shown = f"[{own_host}]" if ":" in own_host else own_host
+        own_host, own_port = listener.getsockname()[:2]
+        shown = f"[{own_host}]" if ":" in own_host else own_host
+
+        def listening() -> None:
             listener.listen(1024)
             console.say(f"{options.name} on http://{shown}:{own_port} (Ctrl-C ends)")
+
+        if num_replicas > 1:
+            from shoal.deploy.front import serve_front_async
+
+            _raise_file_limit(2 * options.max_connections + 64)  # a client's, and one to its replica
+            path = console.fetch(model)
+            num_threads = engine["threads"] or len(os.sched_getaffinity(0))
+            engine = engine | {"threads": max(num_threads // num_replicas, 1)}
+            front = serve_front_async(path, num_replicas, options, engine, listener, console.say, listening)
+            return asyncio.run(front)
+        _raise_file_limit(options.max_connections + 64)
+        with console.load(model, **engine) as llm:
+            listening()
             return serve_http(llm, options, listener, console.say)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from shoal.llm import LLM, Completion
@@ -29,12 +30,17 @@ def bar(label: str, shown: bool = True) -> Iterator[Callable[[float], None]]:
         yield lambda fraction: progress.update(task, completed=fraction)
 
 
-def load(model: str, **options: Any) -> LLM:
-    """The model, with progress while it is fetched and while it loads."""
+def fetch(model: str) -> Path:
+    """The model's file or folder, with progress while it is fetched."""
     from shoal import models
 
     with bar(f"fetching {model}", not models.is_here(model)) as progress:
-        path = models.resolve(model, say, progress)
+        return models.resolve(model, say, progress)
+
+
+def load(model: str, **options: Any) -> LLM:
+    """The model, with progress while it is fetched and while it loads."""
+    path = fetch(model)
     with bar(f"loading {path.name}") as progress:
         return LLM(path, load_progress=progress, **options)
 

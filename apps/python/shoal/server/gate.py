@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.server.generation import Generation, Service
 
 OPEN_ROUTES = frozenset(["/", "/health"])  # without a key: the page is a file, and says nothing of the model
+QUESTIONS = frozenset(["/health", "/ready", "/metrics"])  # that the front of several replicas has for each
 _SKIP_FACTOR, _SKIP_SECONDS = 4, 5.0  # what is read of a body that is too long, so that its sender reads the answer
 
 
@@ -41,6 +42,7 @@ class Visit:
     left: bool = False  # the client, before its answer's end
     prompts: Sequence[Sequence[int]] = ()  # token ids
     generation: Generation | None = None
+    forwarded: bool = False  # to a replica, which answered and keeps the record
 
 
 class Gate:
@@ -160,6 +162,9 @@ class Gate:
     # What is written: never a word of a prompt or an answer
 
     def _record(self, scope: Scope, visit: Visit, seconds: float) -> None:
+        of_front = scope.get("client") is None and scope["path"] in QUESTIONS  # asked all the time, by nobody outside
+        if visit.forwarded or of_front:
+            return
         route = getattr(scope.get("route"), "path", "other")
         self._service.metrics.responded(route, visit.status)
         if not self._service.options.access_log:

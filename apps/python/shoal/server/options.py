@@ -35,4 +35,6 @@ class ServerOptions:
     stall_timeout: float = 30.0  # seconds that a reader may take nothing
     keep_alive: float = 10.0  # seconds of silence after which a stream says that it lives
     ready_window: float = 10.0  # seconds within which a token shows that the engine works
+    health_interval: float = 2.0  # seconds between questions to a replica whether it lives
+    health_timeout: float = 30.0  # seconds that it has to answer, else it is started anew
     drain_timeout: float = 30.0  # seconds that running answers have after SIGTERM

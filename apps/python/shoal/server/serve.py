@@ -8,9 +8,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from shoal.llm import LLM
 from shoal.server.app import make_app
@@ -25,10 +26,24 @@ _MAX_UNSENT = 16 << 10  # bytes of a connection that the system holds and has no
 _DEATH_NOTICE = 1.0  # seconds in which streams tell their clients that the engine has stopped
 
 
+class Served(Protocol):
+    """What a server runs: the engine's service, or the front of several."""
+
+    options: ServerOptions
+    draining: bool
+    dead: str | None
+    on_dead: Callable[[], None]
+
+    @property
+    def num_active(self) -> int: ...
+
+    def fail_all(self, error: ApiError) -> None: ...
+
+
 class Server(uvicorn.Server):
     """uvicorn's, with a drain in which it still answers: new work is told to go elsewhere, the rest finishes."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, say: Say) -> None:
+    def __init__(self, config: uvicorn.Config, service: Served, say: Say) -> None:
         super().__init__(config)
         self._service = service
         self._say = say
@@ -92,8 +107,18 @@ async def serve_async(
     llm: LLM, options: ServerOptions, listener: socket.socket, say: Say, started: Callable[[Server], None] | None = None
 ) -> int:
     service = Service(llm, options, asyncio.get_running_loop())
+    try:
+        return await serve_app(make_app(service), service, listener, say, started)
+    finally:
+        await asyncio.get_running_loop().run_in_executor(None, service.close)
+
+
+async def serve_app(
+    app: ASGIApp, service: Served, listener: socket.socket, say: Say, started: Callable[[Server], None] | None = None
+) -> int:
+    options = service.options
     config = uvicorn.Config(
-        make_app(service),
+        app,
         http=protocol_class(options.max_connections, options.receive_timeout, min(options.stall_timeout, 5.0)),
         ws="none",
         lifespan="off",
@@ -101,17 +126,16 @@ async def serve_async(
         log_level="critical",
         access_log=False,
         server_header=False,
+        # On a unix socket the front of several replicas says who asks.
+        forwarded_allow_ips="*" if listener.family == socket.AF_UNIX else None,
         h11_max_incomplete_event_size=options.max_header,
         timeout_graceful_shutdown=1,
         backlog=1024,
     )
     server = Server(config, service, say)
-    try:
-        if started is not None:
-            started(server)
-        await server.serve([listener])
-    finally:
-        await asyncio.get_running_loop().run_in_executor(None, service.close)
+    if started is not None:
+        started(server)
+    await server.serve([listener])
     return server.status
 
 
