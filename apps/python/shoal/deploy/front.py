@@ -119,25 +119,33 @@ class Front:
         return JSONResponse({"status": "ok" if is_ok else "dead"}, 200 if is_ok else 500)
 
     async def _ready(self) -> Response:
-        is_ready = not self.draining and any(r and r.status_code == 200 for r in await self._ask_all("/ready"))
+        asked = [asyncio.ensure_future(self._ask(r, "/ready")) for r in self._replicas.up]
+        is_ready = False
+        for answer in asyncio.as_completed(asked):  # one that hangs does not hold up what another says
+            answered = await answer
+            if answered is not None and answered.status_code == 200:
+                is_ready = not self.draining
+                break
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
         return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
     async def _metrics(self) -> Response:
-        texts = {str(i): r.text for i, r in enumerate(await self._ask_all("/metrics")) if r and r.status_code == 200}
+        up = self._replicas.up
+        answers = await asyncio.gather(*(self._ask(r, "/metrics") for r in up))
+        texts = {str(r.index): a.text for r, a in zip(up, answers, strict=True) if a and a.status_code == 200}
         text = merged_metrics({**texts, "front": self.metrics.text()}, self.metrics.states())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _ask_all(self, path: str) -> list[httpx.Response | None]:
-        async def ask(replica: Replica) -> httpx.Response | None:
-            headers = {"host": "localhost"}
-            if self.options.keys:
-                headers["x-api-key"] = self.options.keys[0]
-            try:
-                return await replica.client.get(path, headers=headers, timeout=self.options.health_timeout)
-            except httpx.HTTPError:
-                return None
-
-        return await asyncio.gather(*(ask(r) for r in self._replicas.all))
+    async def _ask(self, replica: Replica, path: str) -> httpx.Response | None:
+        headers = {"host": "localhost"}
+        if self.options.keys:
+            headers["x-api-key"] = self.options.keys[0]
+        try:
+            return await replica.client.get(path, headers=headers, timeout=self.options.health_timeout)
+        except httpx.HTTPError:
+            return None
 
     # The way to a replica and back
 

@@ -17,7 +17,7 @@ from typing import Any
 
 BLOCK_BYTES = 256  # some 64 tokens: about two pages
 MAX_BLOCKS = 4096  # of one prompt; what lies beyond 1 MiB does not count
-MAX_KNOWN_BLOCKS = 1 << 17  # of all replicas: 32 MiB of text, some 25 MB of hashes
+MAX_KNOWN_BLOCKS = 1 << 17  # of all replicas: 32 MiB of text, 18 MB of hashes
 REQUEST_BLOCKS = 16  # what a request in progress counts as: 4 KiB of text to read
 
 
