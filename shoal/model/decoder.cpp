@@ -372,6 +372,9 @@ class Decoder final : public Model {
     const Block& block = blocks_[layer_idx];
     const DecoderLayerConfig& layer_config = config_.layers[layer_idx];
     Args args;
+    if constexpr (requires { args.beyond_schema; }) {
+      args.beyond_schema = true;
+    }
     args.output = columns(buffers.mixed, 0, q_width());
     args.query = buffers.qkv;
     if (config_.attention_gate) {

@@ -17,6 +17,7 @@ constexpr int64_t kGrain = 64;  // keys that a thread reads at least
 SparsePagedAttentionArgs append_args(const TensorView& keys, const Batch& batch, const KvLayer& layer,
                                      const RopeTables& rope) {
   SparsePagedAttentionArgs args;
+  args.beyond_schema = true;
   args.query = keys;
   args.key = keys;
   args.key_cache = layer.key;

@@ -53,6 +53,9 @@ template <class Args>
 Args attention_args(const LatentAttentionConfig& config, const Batch& batch, const KvLayer& layer,
                     const RopeTables& rope) {
   Args args;
+  if constexpr (requires { args.beyond_schema; }) {
+    args.beyond_schema = true;
+  }
   args.key_cache = layer.key;
   args.cumulative_sequence_length = batch.cu_q_lens;
   args.past_seqlens = batch.past_lens;

@@ -96,6 +96,9 @@ struct SparsePagedAttentionArgs {
   bool rotary_interleaved = false;
   int64_t rotary_offset = 0;  // first rotated channel, a multiple of 8
   float qk_norm_epsilon = 1e-6f;
+  // What ONNX Runtime's operator refuses and models need: LATENT, a selection for each KV head, f16 and bf16 caches under
+  // f32.
+  bool beyond_schema = false;
   std::string_view k_quant_type = "NONE";  // NONE, PER_TENSOR, PER_CHANNEL
   std::string_view v_quant_type = "NONE";
   std::string_view kv_cache_layout = "SEPARATE";  // or LATENT, as in paged_attention

@@ -112,6 +112,8 @@ class Step {
 
   SparsePagedAttentionArgs args() {
     SparsePagedAttentionArgs a;
+    a.beyond_schema =
+        c.by_head || c.v_head_dim > 0 || (c.type == DType::kF32 && c.cache != DType::kF32 && c.cache != DType::kI8);
     a.output = output;
     a.query = query;
     a.key = key;

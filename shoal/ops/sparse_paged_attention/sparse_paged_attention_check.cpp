@@ -28,12 +28,13 @@ void check_attributes(const SparsePagedAttentionArgs& args) {
 void check_caches(const SparsePagedAttentionArgs& args) {
   const Matcher match(kOp);
   match.tensor("query", args.query).types(kFloats);
-  if (args.query.dtype == DType::kF32) {
+  if (args.query.dtype == DType::kF32 && args.beyond_schema) {
     match.tensor("key_cache", args.key_cache).types({DType::kF32, DType::kF16, DType::kBF16, DType::kI8});
   } else {
     match.tensor("key_cache", args.key_cache).types({args.query.dtype, DType::kI8, DType::kF32});
   }
   if (args.kv_cache_layout == "LATENT") {
+    expect(args.beyond_schema, "kv_cache_layout is 'LATENT', expected SEPARATE");
     expect(args.selected_kv_source == "main",
            "selected_kv_source is 'auxiliary', expected main with kv_cache_layout LATENT");
     return;
@@ -83,7 +84,7 @@ void resolve_selection(const SparsePagedAttentionArgs& args, Problem& p) {
   const Matcher match(kOp);
   Dim tokens("num_tokens", p.paged.num_tokens);
   Dim selected("max_selected_entries");
-  p.by_head = args.selected_indices.rank == 3;
+  p.by_head = args.beyond_schema && args.selected_indices.rank == 3;
   if (p.by_head) {
     Dim heads("kv_num_heads", p.paged.num_kv_heads);
     match.tensor("selected_indices", args.selected_indices)

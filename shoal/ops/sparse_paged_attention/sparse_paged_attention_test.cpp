@@ -634,6 +634,11 @@ TEST(SparsePagedAttentionRejects, ByNameAndWritesNothing) {
        [](A& a) { a.attention_mode = "dense"; }},
       {"selected_kv_source is 'both', expected main or auxiliary", [](A& a) { a.selected_kv_source = "both"; }},
       {"auxiliary_cache_layout is 'paged', expected contiguous", [](A& a) { a.auxiliary_cache_layout = "paged"; }},
+      {"kv_cache_layout is 'LATENT', expected SEPARATE", [](A& a) { a.kv_cache_layout = "LATENT"; }},
+      {"selected_indices has shape [3, 1, 3], expected [num_tokens = 3, max_selected_entries]",
+       [](A& a) {
+         a.selected_indices = shaped(a.selected_indices, {a.selected_indices.dim(0), 1, a.selected_indices.dim(1)});
+       }},
       {"query is required", [](A& a) { a.query = {}; }},
       {"query has type int32", [](A& a) { a.query = typed(a.query, DType::kI32); }},
       {"key is required when value is given", [](A& a) { a.key = {}; }},
