@@ -303,7 +303,8 @@ def test_a_plan_tells_the_weights_that_a_load_makes(family):
         info = shoal.LLM(folder, exact=exact, max_context=64).info
         assert plan["weight_bytes"] == info["weight_bytes"]
         assert plan["parameters"] == info["num_parameters"]
-        assert len(plan["layers"]) == json.loads((GOLDEN / family / "config.json").read_text())["num_hidden_layers"]
+        config = json.loads((GOLDEN / family / "config.json").read_text())
+        assert len(plan["layers"]) == config.get("text_config", config)["num_hidden_layers"]
 
 
 RESIDENT = """
