@@ -181,6 +181,12 @@ class Decoder final : public Model {
       if (layer.window > 0) {
         text += concat(", window ", layer.window);
       }
+      if (layer.has_indexer) {
+        text += concat(", chosen ", config_.indexer.top_k, " blocks of ", config_.indexer.block_size);
+      }
+      if (config_.latent.indexer.top_k > 0) {
+        text += concat(", chosen ", config_.latent.indexer.top_k);
+      }
       const ExpertsConfig& experts = config_.experts;
       text += layer.has_experts ? concat("; experts ", experts.top_k, " of ", experts.num_experts,
                                          experts.shared_hidden > 0 ? ", one shared" : "")
