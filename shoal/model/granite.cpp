@@ -39,6 +39,13 @@ std::unique_ptr<Model> from_gguf(std::unique_ptr<io::GgufFile> file, const LoadO
                    .attention = multiplier("attention.scale"),
                    .logits = multiplier("logit_scale")},
                   config);
+  // llama.cpp's converters switch rotation off by this key.
+  if (!file->get_bool(config.architecture + ".rope.scaling.finetuned", true)) {
+    fail(ErrorCode::kUnsupported, config.architecture, ": attention without rotary positions is not supported");
+  }
+  if (file->find("blk.0.ffn_gate_shexp.weight") != nullptr) {
+    fail(ErrorCode::kUnsupported, config.architecture, ": a shared expert is not supported");
+  }
   read_gguf_experts(*file, config);
   config.rope_interleaved = true;
   return make_decoder(std::move(config), gguf_decoder_names(), std::move(file), options, context);

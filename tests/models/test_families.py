@@ -95,6 +95,27 @@ def test_gguf_matches_transformers(name, tmp_path):
     check_logits(llm, golden(name))
 
 
+def test_granite_files_that_would_be_computed_wrongly_are_refused(tmp_path, monkeypatch):
+    config = json.loads((GOLDEN / "granitemoe" / "config.json").read_text())
+    tensors = tiny_models.read_safetensors(GOLDEN / "granitemoe" / "model.safetensors")
+    names = tiny_models.NAMES | {"blk.{}.ffn_gate_shexp.weight": "model.layers.{}.self_attn.q_proj.weight"}
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_models, "NAMES", names)
+        tiny_models.write(tmp_path / "shared.gguf", config, tensors, "granitemoe")
+    with pytest.raises(shoal.Unsupported, match="granitemoe: a shared expert is not supported"):
+        shoal.LLM(str(tmp_path / "shared.gguf"))
+    add = gguf.GGUFWriter.add_logit_scale
+
+    def add_more(writer, value):
+        writer.add_rope_scaling_finetuned(False)
+        add(writer, value)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_logit_scale", add_more)
+    tiny_models.write(tmp_path / "unrotated.gguf", config, tensors, "granitemoe")
+    with pytest.raises(shoal.Unsupported, match="granitemoe: attention without rotary positions"):
+        shoal.LLM(str(tmp_path / "unrotated.gguf"))
+
+
 def gpt_oss_mxfp4(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The experts as random MXFP4 blocks, as published gpt-oss has them, and the same model with their values in f32."""
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
